@@ -42,6 +42,7 @@ SUITE = {
     "concept": Each(str, single=True),
     "groups": Each(GROUP),
     "judge": (str, dict),
+    "second_judge?": (str, dict),
     "seed": int,
     "sampling": dict,
 }
@@ -73,6 +74,20 @@ EVALUATION = {
     "refused?": Each(str),
     "prompt_hashes?": Each(str),
     "judge?": str,
+    "second_judge?": {
+        "judge": str,
+        "agreement": [
+            {
+                "attribute": str,
+                "group": str,
+                "stage": str,
+                "agreed": INTERVAL,
+                "kappa": INTERVAL,
+            }
+        ],
+        "concept_rate": Each(Each(INTERVAL)),
+        "images_that_differ": int,
+    },
     "model_options?": dict,
 }
 ATTEMPT = {

@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 from torch import Tensor
 
 from concept_eraser import registry
 from concept_eraser.data import generate, prompts
-from concept_eraser.evaluation import outcomes
+from concept_eraser.evaluation import agreement, outcomes
 from concept_eraser.evaluation.base import Evaluation, Evidence, Group, Judge, Metric, Result
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.registry import Plugin
@@ -60,6 +67,11 @@ class Suite(_Strict):
     about: str = Field("", description="one line for `concept-eraser list suites`")
     concept: dict[str, str] = Field(description="attribute: value, e.g. {shape: star}")
     judge: JudgeField = Field("tiny", description="a name, or {name: NAME, OPTION: VALUE}")
+    second_judge: JudgeField | None = Field(
+        None,
+        description="a judge that labels the same images, as `judge`; its agreement with the "
+        "first one is reported, and it selects nothing",
+    )
     seed: int = Field(0, ge=0, le=limits.SEED, description="seed of the prompts and the images")
     sampling: SuiteSampling = Field(SuiteSampling(), description="the sampler of the images")
     groups: dict[Annotated[str, Field(max_length=limits.FIELD)], SuiteGroup] = Field(
@@ -74,17 +86,41 @@ class Suite(_Strict):
         False, exclude=True, description="blur its images in reports; no part of the protocol"
     )
 
+    @model_serializer(mode="wrap")
+    def _without_absent_judge(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out a second judge that is not there, so that it changes no protocol hash."""
+        content: dict[str, Any] = serialise(self)
+        if self.second_judge is None:
+            content.pop("second_judge", None)
+        return content
+
     def build_judge(self) -> Judge:
         """Return the judge. Raises UserError if it is unknown."""
         judge: Judge = registry.read("judge", self.judge).build()
         return judge
 
-    def using(self, judge: Any = None, metrics: Sequence[Any] | None = None) -> Suite:
-        """Return the suite with another judge or other metrics, by name or as objects.
+    def build_second_judge(self) -> Judge | None:
+        """Return the second judge, or None if there is none. Raises UserError if it is unknown."""
+        if self.second_judge is None:
+            return None
+        judge: Judge = registry.read("judge", self.second_judge).build()
+        return judge
+
+    def using(
+        self,
+        judge: Any = None,
+        metrics: Sequence[Any] | None = None,
+        second_judge: Any = None,
+    ) -> Suite:
+        """Return the suite with other judges or other metrics, by name or as objects.
 
         Raises UserError as `load`.
         """
-        changes = {"judge": judge, "metrics": None if metrics is None else list(metrics)}
+        changes = {
+            "judge": judge,
+            "metrics": None if metrics is None else list(metrics),
+            "second_judge": second_judge,
+        }
         changes = {key: value for key, value in changes.items() if value is not None}
         return (
             load({**self.model_dump(), "sensitive": self.sensitive, **changes}) if changes else self
@@ -177,6 +213,8 @@ class PromptEvaluation(Evaluation):
         refused: the metrics that could not be measured, with the reason.
         options: the options of the models' family.
         outcomes: one row for each image, see `concept_eraser/evaluation/outcomes.py`.
+        second_opinion: the labels of the suite's second judge and their agreement with the first's,
+            or None without a second judge.
 
     Example:
         >>> import concept_eraser
@@ -193,19 +231,23 @@ class PromptEvaluation(Evaluation):
     refused: dict[str, str]
     options: dict[str, Any] = field(default_factory=dict)
     outcomes: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    second_opinion: agreement.SecondOpinion | None = field(default=None, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         protocol = self.suite.model_dump(mode="json")
         hashes = {name: group_prompts(self.suite, name).hash for name in self.suite.groups}
+        second = self.second_opinion
+        judges = [self.judge, *([second.judge] if second else [])]
         return {
             "protocol": protocol,
-            "protocol_hash": environment.fingerprint([protocol, hashes, self.judge]),
+            "protocol_hash": environment.fingerprint([protocol, hashes, *judges]),
             "judge": self.judge,
             "prompt_hashes": hashes,
             "models": self.models,
             "environment": self.environment,
             "results": [result.as_dict() for result in self.results],
             "refused": self.refused,
+            **({"second_judge": second.as_dict()} if second else {}),
             **({"model_options": self.options} if self.options else {}),
             **({"sensitive": True} if self.suite.sensitive else {}),
         }
@@ -278,7 +320,7 @@ def evaluate(
 ) -> PromptEvaluation:
     """Generate every group's images with both models, then judge and measure them.
 
-    Both models use the same prompts and seeds.
+    Both models use the same prompts and seeds. The metrics use the labels of the first judge.
     """
     judge = suite.build_judge()
     attribute, value = next(iter(suite.concept.items()))
@@ -287,6 +329,9 @@ def evaluate(
         raise UserError(
             f"the judge {suite.judge!r} cannot detect {attribute} {value!r}; it knows {classes}"
         )
+    second_judge = suite.build_second_judge()
+    if second_judge is not None:
+        agreement.require_second(judge, second_judge, (attribute, value))
     onto_gpu(before, after)
     groups = {}
     for name in suite.groups:
@@ -298,6 +343,11 @@ def evaluate(
             judge, name, suite=suite, rows=group_prompts(suite, name), images=images
         )
     evidence = Evidence(groups, (attribute, value), judge, suite.seed)
+    second = (
+        None
+        if second_judge is None
+        else agreement.compare_judges(groups, judge, second_judge, evidence.concept)
+    )
     results: list[Result] = []
     reasons: dict[str, str] = {}
     for entry in suite.metrics:
@@ -321,6 +371,8 @@ def evaluate(
             models=weights,
             results=results,
         )
+    if second is not None and second_judge is not None:
+        agreement.add_second_judge(rows, second_judge, evidence.concept, second)
     return PromptEvaluation(
         suite,
         models,
@@ -331,6 +383,7 @@ def evaluate(
         refused=reasons,
         options=after.configured(),
         outcomes=rows,
+        second_opinion=second,
     )
 
 
