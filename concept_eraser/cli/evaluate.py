@@ -268,9 +268,9 @@ def summarise(evaluation: Any) -> None:
         attribute = next(iter(evaluation.suite.concept))
         for row in evaluation.second_opinion.agreements:
             if row.group == "all" and row.attribute == attribute:
+                share, kappa = row.texts()
                 console.print(
-                    f"two judges agree on the {attribute}, {row.stage}: "
-                    f"{interval_text(row.agreed, True)} %, kappa {interval_text(row.kappa, False)}",
+                    f"two judges agree on the {attribute}, {row.stage}: {share} %, kappa {kappa}",
                     highlight=False,
                     soft_wrap=True,
                 )

@@ -21,7 +21,7 @@ import numpy as np
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation.base import Group, Judge
 from concept_eraser.evaluation.outcomes import label_columns, read_probabilities
-from concept_eraser.evaluation.statistics import Interval, wilson
+from concept_eraser.evaluation.statistics import Interval, interval_text, wilson
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.extras import import_from_extra
 
@@ -47,6 +47,12 @@ class Agreement:
     stage: str
     agreed: Interval
     kappa: Interval
+
+
+    def texts(self) -> tuple[str, str]:
+        """Return the share in percent and kappa, with their intervals; "-" for no value."""
+        kappa = None if math.isnan(self.kappa.value) else self.kappa
+        return interval_text(self.agreed, True), interval_text(kappa, False)
 
 
 @dataclass(frozen=True)

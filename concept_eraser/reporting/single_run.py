@@ -72,9 +72,8 @@ def second_judge(evaluation: PromptEvaluation, blur: bool) -> SecondJudge | None
     }
     table = []
     for attribute in dict.fromkeys(attribute for attribute, _ in rows):
-        both = [rows[attribute, stage] for stage in agreement.STAGES]
-        shares = [interval_text(row.agreed, True) for row in both]
-        table.append([attribute, *shares, *(interval_text(row.kappa, False) for row in both)])
+        texts = [rows[attribute, stage].texts() for stage in agreement.STAGES]
+        table.append([attribute, *(share for share, _ in texts), *(kappa for _, kappa in texts)])
     rates = [
         [
             group,

@@ -94,6 +94,7 @@ def train_clip2(stage: Stage) -> dict:
         stored.embed_images,
         lambda texts: stored.embed_ids(*tokenize(tokenizer, texts)),
         stage.rng("clip2-test"),
+        stage.images(1000),
     )
     return {
         "seconds": seconds,

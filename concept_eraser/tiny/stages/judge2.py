@@ -83,7 +83,7 @@ def train_judge2(stage: Stage) -> dict:
 
     seconds = trainer.run(loss, stage.say)
     judge.eval()
-    _fit_temperatures(judge, stage.rng("judge2-calibration"))
+    _fit_temperatures(judge, stage.rng("judge2-calibration"), stage.images(3000))
     save_half(judge.state_dict(), stage.folder / "judge2" / "model.safetensors")
     (stage.folder / "judge2" / "config.json").write_text(
         json.dumps({**ARCHITECTURE, "classes": CLASSES}, indent=1) + "\n"
@@ -98,7 +98,7 @@ def train_judge2(stage: Stage) -> dict:
         **ARCHITECTURE,
         "parameters": sum(p.numel() for p in stored.parameters()),
         "temperatures": stored.temperatures.tolist(),
-        **score_judge2(stored, stage.rng("judge2-test")),
+        **score_judge2(stored, stage.rng("judge2-test"), stage.images(4000)),
     }
 
 
@@ -108,7 +108,7 @@ def _logits(judge: SecondJudgeNet, images: Tensor) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in CLASSES}
 
 
-def _fit_temperatures(judge: SecondJudgeNet, rng: np.random.Generator, n: int = 3000) -> None:
+def _fit_temperatures(judge: SecondJudgeNet, rng: np.random.Generator, n: int) -> None:
     """Set the temperature of each head by the likelihood of new images."""
     images, labels = draw_batch(n, rng)
     logits = _logits(judge, images)
@@ -124,7 +124,8 @@ def score_judge2(judge: SecondJudgeNet, rng: np.random.Generator, n: int = 4000)
     Args:
         judge: the network.
         rng: the generator of the images.
-        n: drawings of held-out combinations. Each kind of garbage has n / 10 images.
+        n: drawings of held-out combinations, a multiple of 40. Each kind of garbage has n / 10
+            images.
 
     Returns:
         `accuracy_ATTRIBUTE` on drawings and `damaged_ATTRIBUTE` on damaged drawings, both of
@@ -148,7 +149,7 @@ def score_judge2(judge: SecondJudgeNet, rng: np.random.Generator, n: int = 4000)
         scores |= _accuracies(f"none_{kind}", logits, labels.where(labels == none, -100))
         if kind in half_erased.KINDS:
             scores |= _accuracies(f"kept_{kind}", logits, labels.where(labels != none, -100))
-    x, mixed = draw_batch(3000, rng)
+    x, mixed = draw_batch(n, rng)
     logits = _logits(judge, x)
     for name in CLASSES:
         scored = mixed[name] >= 0
