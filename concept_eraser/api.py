@@ -777,7 +777,11 @@ def _evaluate_again(
         content = run_results.read_evaluation(run)
         models = content["models"]
         before = models["before"].rsplit(" (", 1)[0]  # the original of that evaluation
-        suite = {**content["protocol"], "sensitive": content.get("sensitive", False)}
+        suite = {
+            **content["protocol"],
+            "sensitive": content.get("sensitive", False),
+            "second_judge": content.get("second_judge", {}).get("name"),
+        }
     else:
         protocol = suites.load(suite)
         name = Path(suite).stem if isinstance(suite, str | Path) else "suite"

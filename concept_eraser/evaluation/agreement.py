@@ -48,7 +48,6 @@ class Agreement:
     agreed: Interval
     kappa: Interval
 
-
     def texts(self) -> tuple[str, str]:
         """Return the share in percent and kappa, with their intervals; "-" for no value."""
         kappa = None if math.isnan(self.kappa.value) else self.kappa

@@ -42,7 +42,6 @@ SUITE = {
     "concept": Each(str, single=True),
     "groups": Each(GROUP),
     "judge": (str, dict),
-    "second_judge?": (str, dict),
     "seed": int,
     "sampling": dict,
 }
@@ -75,6 +74,7 @@ EVALUATION = {
     "prompt_hashes?": Each(str),
     "judge?": str,
     "second_judge?": {
+        "name": (str, dict),
         "judge": str,
         "agreement": [
             {

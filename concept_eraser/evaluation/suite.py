@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from concept_eraser import registry
@@ -67,11 +60,6 @@ class Suite(_Strict):
     about: str = Field("", description="one line for `concept-eraser list suites`")
     concept: dict[str, str] = Field(description="attribute: value, e.g. {shape: star}")
     judge: JudgeField = Field("tiny", description="a name, or {name: NAME, OPTION: VALUE}")
-    second_judge: JudgeField | None = Field(
-        None,
-        description="a judge that labels the same images, as `judge`; its agreement with the "
-        "first one is reported, and it selects nothing",
-    )
     seed: int = Field(0, ge=0, le=limits.SEED, description="seed of the prompts and the images")
     sampling: SuiteSampling = Field(SuiteSampling(), description="the sampler of the images")
     groups: dict[Annotated[str, Field(max_length=limits.FIELD)], SuiteGroup] = Field(
@@ -82,17 +70,15 @@ class Suite(_Strict):
         max_length=limits.METRICS,
         description="names, or {name: nudenet, preset: rece}",
     )
+    second_judge: JudgeField | None = Field(
+        None,
+        exclude=True,
+        description="a judge that labels the same images, as `judge`; its agreement with the "
+        "first one is reported; no metric uses it, so it is no part of the protocol",
+    )
     sensitive: bool = Field(
         False, exclude=True, description="blur its images in reports; no part of the protocol"
     )
-
-    @model_serializer(mode="wrap")
-    def _without_absent_judge(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out a second judge that is not there, so that it changes no protocol hash."""
-        content: dict[str, Any] = serialise(self)
-        if self.second_judge is None:
-            content.pop("second_judge", None)
-        return content
 
     def build_judge(self) -> Judge:
         """Return the judge. Raises UserError if it is unknown."""
@@ -122,9 +108,13 @@ class Suite(_Strict):
             "second_judge": second_judge,
         }
         changes = {key: value for key, value in changes.items() if value is not None}
-        return (
-            load({**self.model_dump(), "sensitive": self.sensitive, **changes}) if changes else self
-        )
+        unchanged = {"sensitive": self.sensitive, "second_judge": self.second_judge}
+        return load({**self.model_dump(), **unchanged, **changes}) if changes else self
+
+    def describe_second_judge(self) -> Any:
+        """Return the second judge for JSON: a name, or a mapping with its options, or None."""
+        judge = self.second_judge
+        return judge.describe() if isinstance(judge, Plugin) else judge
 
     def with_at_most(self, n: int | None) -> Suite:
         """Return the suite with at most `n` images in each group."""
@@ -237,17 +227,20 @@ class PromptEvaluation(Evaluation):
         protocol = self.suite.model_dump(mode="json")
         hashes = {name: group_prompts(self.suite, name).hash for name in self.suite.groups}
         second = self.second_opinion
-        judges = [self.judge, *([second.judge] if second else [])]
         return {
             "protocol": protocol,
-            "protocol_hash": environment.fingerprint([protocol, hashes, *judges]),
+            "protocol_hash": environment.fingerprint([protocol, hashes, self.judge]),
             "judge": self.judge,
             "prompt_hashes": hashes,
             "models": self.models,
             "environment": self.environment,
             "results": [result.as_dict() for result in self.results],
             "refused": self.refused,
-            **({"second_judge": second.as_dict()} if second else {}),
+            **(
+                {"second_judge": {"name": self.suite.describe_second_judge(), **second.as_dict()}}
+                if second
+                else {}
+            ),
             **({"model_options": self.options} if self.options else {}),
             **({"sensitive": True} if self.suite.sensitive else {}),
         }

@@ -133,13 +133,17 @@ def test_the_report_shows_images_for_which_the_judges_differ(measured, tmp_path:
     assert "Concept rate by the second judge" in text
 
 
-def test_a_suite_without_a_second_judge_has_the_same_protocol_as_before() -> None:
-    suite = suites.load(SUITE)
-    assert "second_judge" not in suite.model_dump()
-    assert "second_judge" not in suite.model_dump(mode="json")
-    named = suite.using(second_judge="tiny2")
-    assert named.model_dump(mode="json")["second_judge"] == "tiny2"
-    assert named.with_at_most(5).second_judge == "tiny2"
+def test_a_second_judge_is_no_part_of_the_protocol(measured) -> None:
+    """No number depends on it, so results with and without it can be compared."""
+    evaluation, folder = measured
+    content = json.loads((folder / "evaluation.json").read_text())
+    assert "second_judge" not in content["protocol"]
+    alone = suites.PromptEvaluation(suites.load(SUITE), {}, [], {}, {}, evaluation.judge, {})
+    assert alone.as_dict()["protocol_hash"] == content["protocol_hash"]
+    assert "second_judge" not in alone.as_dict()
+    named = suites.load({**SUITE, "second_judge": "tiny2", "sensitive": True})
+    changed = named.using(metrics=["accuracy"]).with_at_most(5)
+    assert (changed.second_judge, changed.sensitive) == ("tiny2", True)
     with pytest.raises(UserError, match="did you mean 'tiny'"):
         suites.load({**SUITE, "second_judge": "tinny"})
 
