@@ -81,8 +81,9 @@ class SecondClipNet(nn.Module):
             _Residual(4 * c, 4 * c),  # 4 x 4
             nn.GroupNorm(8, 4 * c),
             nn.SiLU(),
+            nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
-            nn.Linear(4 * c * 16, width),
+            nn.Linear(4 * c, width),
         )
         self.tokens = nn.Buffer(torch.tensor(sorted(tokens)))
         self.words = nn.Embedding(len(tokens) + 1, width)
