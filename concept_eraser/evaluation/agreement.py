@@ -109,7 +109,7 @@ def cohens_kappa(first: np.ndarray, second: np.ndarray) -> Interval:
     """Return Cohen's kappa (1960) of two series of labels [n], with its 95 % interval.
 
     The value is nan where both series are one and the same label, since agreement by chance is then
-    certain.
+    certain. The interval is nan where its normal approximation has no variance, as at 1.
 
     Raises:
         UserError: the series have different lengths or fewer than 2 labels, or statsmodels is
@@ -128,7 +128,10 @@ def cohens_kappa(first: np.ndarray, second: np.ndarray) -> Interval:
         return Interval(math.nan, math.nan, math.nan, len(first))
     table = np.zeros((len(names), len(names)))
     np.add.at(table, (codes[: len(first)], codes[len(first) :]), 1)
-    result = kappa_of_table(table)
+    with np.errstate(invalid="ignore"):  # a variance of zero may be below it by rounding
+        result = kappa_of_table(table)
+    if not result.std_kappa > 1e-6:
+        return Interval(float(result.kappa), math.nan, math.nan, len(first))
     low, high = float(result.kappa_low), float(result.kappa_upp)
     return Interval(float(result.kappa), max(low, -1.0), min(high, 1.0), len(first))
 

@@ -65,7 +65,9 @@ def test_kappa_equals_scikit_learns(seed: int) -> None:
 
 
 def test_kappa_at_its_ends() -> None:
-    assert agreement.cohens_kappa(labels("a", "b", "a"), labels("a", "b", "a")).value == 1
+    same = agreement.cohens_kappa(labels("a", "b", "a"), labels("a", "b", "a"))
+    assert same.value == 1
+    assert np.isnan([same.low, same.high]).all()  # no interval, and not an interval of width zero
     # as many agreements as chance gives
     chance = agreement.cohens_kappa(labels("a", "a", "b", "b"), labels("a", "b", "a", "b"))
     assert chance.value == pytest.approx(0)
@@ -145,7 +147,7 @@ def test_a_second_judge_is_no_part_of_the_protocol(measured) -> None:
     changed = named.using(metrics=["accuracy"]).with_at_most(5)
     assert (changed.second_judge, changed.sensitive) == ("tiny2", True)
     with pytest.raises(UserError, match="did you mean 'tiny'"):
-        suites.load({**SUITE, "second_judge": "tinny"})
+        suites.load({**SUITE, "second_judge": "tinny"}).build_second_judge()
 
 
 def test_a_second_judge_must_be_another_and_know_the_concept(shared_tiny) -> None:
