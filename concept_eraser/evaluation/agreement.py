@@ -256,7 +256,15 @@ def _agreements(
             pairs = {ALL: (np.concatenate(firsts), np.concatenate(seconds)), **pairs}
             for name, (first, second) in pairs.items():
                 agreed = wilson(int((first == second).sum()), len(first))
-                rows.append(Agreement(attribute, name, stage, agreed, cohens_kappa(first, second)))
+                rows.append(
+                    Agreement(
+                        attribute,
+                        group=name,
+                        stage=stage,
+                        agreed=agreed,
+                        kappa=cohens_kappa(first, second),
+                    )
+                )
     return rows
 
 

@@ -44,8 +44,8 @@ class Block(nn.Module):
         mask: [n, 1, 1, tokens], False for tokens that no other token may read.
         """
         n, tokens, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(n, tokens, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        parts = (n, tokens, 3, self.heads, width // self.heads)
+        query, key, value = self.qkv(self.norm1(x)).view(parts).permute((2, 0, 3, 1, 4))
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         x = x + self.out(attended.transpose(1, 2).reshape(n, tokens, width))
         return x + self.mlp(self.norm2(x))
