@@ -418,6 +418,7 @@ def evaluate(
     after: ModelSource | None = ...,
     data: Mapping[keywords.LabelledSet, keywords.LabelledData] | None = ...,
     judge: keywords.JudgeSource | None = ...,
+    second_judge: keywords.JudgeSource | None = ...,
     metrics: Sequence[keywords.MetricSource] | None = ...,
     n: int | None = ...,
     guard: str | Guard | None = ...,
@@ -438,6 +439,7 @@ def evaluate(
     after: ModelSource | None = ...,
     data: Mapping[keywords.LabelledSet, keywords.LabelledData] | None = ...,
     judge: keywords.JudgeSource | None = ...,
+    second_judge: keywords.JudgeSource | None = ...,
     metrics: Sequence[keywords.MetricSource] | None = ...,
     n: int | None = ...,
     guard: str | Guard | None = ...,
@@ -457,6 +459,7 @@ def evaluate(
     after: ModelSource | None = None,
     data: Mapping[keywords.LabelledSet, keywords.LabelledData] | None = None,
     judge: keywords.JudgeSource | None = None,
+    second_judge: keywords.JudgeSource | None = None,
     metrics: Sequence[keywords.MetricSource] | None = None,
     n: int | None = None,
     guard: str | Guard | None = None,
@@ -482,6 +485,8 @@ def evaluate(
         after: the erased model of a run on labelled data, if it was in memory.
         data: the labelled data that were in memory, by "forget", "retain", "test".
         judge: a judge in place of the suite's, by name or as an object. Only for prompts.
+        second_judge: a judge that labels the same images, by name or as an object. Its agreement
+            with the first judge is reported. Only for prompts.
         metrics: metrics in place of the suite's, by name or as objects. Only for prompts.
         n: the largest number of images of each group. Only for prompts.
         guard: a safeguard while sampling, as kind:text, for example "negative:a star". Only for
@@ -499,8 +504,8 @@ def evaluate(
         the images.
 
     Raises:
-        UserError: the suite, the judge or a metric is unknown, the judge does not know the concept,
-            the data or a model are not available, or the folder cannot be written to or holds an
+        UserError: the suite, a judge or a metric is unknown, a judge does not know the concept, the
+            data or a model are not available, or the folder cannot be written to or holds an
             evaluation.json that this package did not write.
 
     Example:
@@ -516,10 +521,10 @@ def evaluate(
                 f"{model} is a run on labelled data, which no suite of prompts measures; "
                 "leave out --suite, -n and --guard"
             )
-        if judge is not None or metrics is not None:
+        if any(value is not None for value in (judge, second_judge, metrics)):
             raise UserError(
                 f"{model} is a run on labelled data, which is measured without a judge; "
-                "leave out judge and metrics"
+                "leave out judge, second_judge and metrics"
             )
         with _results(folder, "evaluation", "evaluation.json"):
             evaluation = labelled_measurement.measure(
@@ -532,7 +537,7 @@ def evaluate(
             "after and data are for the folder of a run on labelled data; leave them out"
         )
     suite_content = suites.load(suite if suite is not None else suite_matching.suite_of(model))
-    protocol = suite_content.using(judge, metrics).with_at_most(n)
+    protocol = suite_content.using(judge, metrics, second_judge).with_at_most(n)
     suite_matching.require_kept(suite_matching.recipe_of(model), protocol)
     with _results(folder, "evaluation", "evaluation.json", "evaluation.csv.xz"):
         original, erased_model = _pair(model, before, allow_pickle, guard)
@@ -772,7 +777,11 @@ def _evaluate_again(
         content = run_results.read_evaluation(run)
         models = content["models"]
         before = models["before"].rsplit(" (", 1)[0]  # the original of that evaluation
-        suite = {**content["protocol"], "sensitive": content.get("sensitive", False)}
+        suite = {
+            **content["protocol"],
+            "sensitive": content.get("sensitive", False),
+            "second_judge": content.get("second_judge", {}).get("name"),
+        }
     else:
         protocol = suites.load(suite)
         name = Path(suite).stem if isinstance(suite, str | Path) else "suite"

@@ -170,6 +170,7 @@ def guard_of(
             guard for guard in about["guard"] if guard.startswith(f"{kind}:")
         )
     suite = runs.suite_of(study, about, study["select"]["image_seed"])
+    selection.require_selecting_judge(suite)
     suite = suite.model_copy(
         update={"groups": {k: v for k, v in suite.groups.items() if k in ("direct", "retained")}}
     )

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from concept_eraser import api
-from concept_eraser.evaluation.suite import dumps
+from concept_eraser import api, registry
+from concept_eraser.evaluation.suite import Suite, dumps
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils import provenance
 from studies.result_tables import STUDIES, Content, Results
@@ -72,6 +72,7 @@ def select(study: dict, name: str, entry: dict, work: Path, judge: str) -> list[
     images.
     """
     suite = suite_of(study, entry, study["select"]["image_seed"])
+    require_selecting_judge(suite)
     groups = {name: group for name, group in suite.groups.items() if name in ("direct", "retained")}
     suite = suite.model_copy(update={"groups": groups})
     points = study["grids"][entry["grid"]] if entry.get("grid") else []
@@ -95,6 +96,25 @@ def select(study: dict, name: str, entry: dict, work: Path, judge: str) -> list[
         ]
         scores.append(row(point, runs, success_rates, scorer(study, judge)))
     return scores
+
+
+def require_selecting_judge(suite: Suite) -> None:
+    """Refuse a suite whose judge only reports, or that has a second judge.
+
+    Raises:
+        SystemExit: no setting may be selected by such a suite.
+    """
+    judge = registry.read("judge", suite.judge).build()
+    if judge.only_reports:
+        raise SystemExit(
+            f"select: the judge {suite.judge!r} only reports, so no setting is selected by it; "
+            "select with another judge, such as tiny"
+        )
+    if suite.second_judge is not None:
+        raise SystemExit(
+            "select: a second judge is for reported images only; select with a suite without "
+            "`second_judge`"
+        )
 
 
 def row(point: dict, runs: list[dict], success_rates: list[float | None], by: str | None) -> dict:
@@ -138,6 +158,7 @@ def attack_success(
             study["select"]["attack"],
             suite_of(study, entry, study["select"]["image_seed"]),
         )
+        require_selecting_judge(suite)
         options = {key: how[key] for key in ("n", "seed", "options")}
         result = api.attack(
             model,

@@ -270,7 +270,7 @@ DATA = [
     ),
     (
         "concept_eraser/tiny/weights/*",
-        "the bundled pipeline, CLIP and judge",
+        "the bundled pipeline, two CLIPs and two judges",
         (
             "trained from scratch on images that concept_eraser/tiny/painter.py paints; no "
             "outside data"

@@ -39,6 +39,15 @@ def evaluate(
         Optional[int],
         typer.Option("-n", min=2, max=limits.IMAGES, help="largest number of images per group"),
     ] = None,
+    second_judge: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "label the images by a second judge too, such as tiny2, and report where the two "
+                "judges differ"
+            )
+        ),
+    ] = None,
     guard: Annotated[
         Optional[str],
         typer.Option(
@@ -92,6 +101,11 @@ def evaluate(
     from concept_eraser.reporting.write import is_labelled
 
     if is_labelled(model):
+        if second_judge is not None:
+            raise UserError(
+                f"{model} is a run on labelled data, which is measured without a judge; leave out "
+                "--second-judge"
+            )
         folder = output or Path(model)
         numbers = api.evaluate(
             model, suite, before=before, n=n, guard=guard, output=folder, allow_code=allow_code
@@ -105,6 +119,7 @@ def evaluate(
         suite,
         before=before,
         n=n,
+        second_judge=second_judge,
         guard=guard,
         output=output,
         allow_pickle=allow_pickle,
@@ -125,6 +140,7 @@ def evaluate_run(
     *,
     before: str | None = None,
     n: int | None = None,
+    second_judge: str | None = None,
     guard: str | None = None,
     output: Path | None = None,
     allow_pickle: bool = False,
@@ -139,6 +155,7 @@ def evaluate_run(
         suite: The suite; None for the run's own.
         before: The original model.
         n: The largest number of images of a group.
+        second_judge: A second judge, in place of the suite's.
         guard: A safeguard while sampling.
         output: The folder of the results. None for the run folder, or a folder in it.
         allow_pickle: Also load pickled weights.
@@ -172,6 +189,7 @@ def evaluate_run(
                 model,
                 suite or suite_matching.suite_of(model),
                 before=before,
+                second_judge=second_judge,
                 n=n,
                 guard=guard,
                 allow_pickle=allow_pickle,
@@ -246,6 +264,16 @@ def summarise(evaluation: Any) -> None:
         table.add_row(title, result.group, *cells, str(result.after.n))
     console = Console()
     console.print(table)
+    if evaluation.second_opinion is not None:
+        attribute = next(iter(evaluation.suite.concept))
+        for row in evaluation.second_opinion.agreements:
+            if row.group == "all" and row.attribute == attribute:
+                share, kappa = row.texts()
+                console.print(
+                    f"two judges agree on the {attribute}, {row.stage}: {share} %, kappa {kappa}",
+                    highlight=False,
+                    soft_wrap=True,
+                )
     for name, reason in evaluation.refused.items():
         console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
     console.print(verdict(evaluation), highlight=False, style="bold", soft_wrap=True)

@@ -23,6 +23,8 @@ class Judge(ABC):
     classes: Mapping[str, Sequence[str]]
     fingerprint: str  # of its weights, since the numbers of two judges are not comparable
     reads_captions: ClassVar[bool] = True  # whether it has clip_scores
+    # whether it only reports: no setting may be selected by it, and no loss or attack may use it
+    only_reports: ClassVar[bool] = False
 
     def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
         """Return the probabilities [n] that images show a value, differentiable.

@@ -73,6 +73,21 @@ EVALUATION = {
     "refused?": Each(str),
     "prompt_hashes?": Each(str),
     "judge?": str,
+    "second_judge?": {
+        "name": (str, dict),
+        "judge": str,
+        "agreement": [
+            {
+                "attribute": str,
+                "group": str,
+                "stage": str,
+                "agreed": INTERVAL,
+                "kappa": INTERVAL,
+            }
+        ],
+        "concept_rate": Each(Each(INTERVAL)),
+        "images_that_differ": int,
+    },
     "model_options?": dict,
 }
 ATTEMPT = {

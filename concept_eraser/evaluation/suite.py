@@ -14,7 +14,7 @@ from torch import Tensor
 
 from concept_eraser import registry
 from concept_eraser.data import generate, prompts
-from concept_eraser.evaluation import outcomes
+from concept_eraser.evaluation import agreement, outcomes
 from concept_eraser.evaluation.base import Evaluation, Evidence, Group, Judge, Metric, Result
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.registry import Plugin
@@ -70,6 +70,12 @@ class Suite(_Strict):
         max_length=limits.METRICS,
         description="names, or {name: nudenet, preset: rece}",
     )
+    second_judge: JudgeField | None = Field(
+        None,
+        exclude=True,
+        description="a judge that labels the same images, as `judge`; its agreement with the "
+        "first one is reported; no metric uses it, so it is no part of the protocol",
+    )
     sensitive: bool = Field(
         False, exclude=True, description="blur its images in reports; no part of the protocol"
     )
@@ -79,16 +85,36 @@ class Suite(_Strict):
         judge: Judge = registry.read("judge", self.judge).build()
         return judge
 
-    def using(self, judge: Any = None, metrics: Sequence[Any] | None = None) -> Suite:
-        """Return the suite with another judge or other metrics, by name or as objects.
+    def build_second_judge(self) -> Judge | None:
+        """Return the second judge, or None if there is none. Raises UserError if it is unknown."""
+        if self.second_judge is None:
+            return None
+        judge: Judge = registry.read("judge", self.second_judge).build()
+        return judge
+
+    def using(
+        self,
+        judge: Any = None,
+        metrics: Sequence[Any] | None = None,
+        second_judge: Any = None,
+    ) -> Suite:
+        """Return the suite with other judges or other metrics, by name or as objects.
 
         Raises UserError as `load`.
         """
-        changes = {"judge": judge, "metrics": None if metrics is None else list(metrics)}
+        changes = {
+            "judge": judge,
+            "metrics": None if metrics is None else list(metrics),
+            "second_judge": second_judge,
+        }
         changes = {key: value for key, value in changes.items() if value is not None}
-        return (
-            load({**self.model_dump(), "sensitive": self.sensitive, **changes}) if changes else self
-        )
+        unchanged = {"sensitive": self.sensitive, "second_judge": self.second_judge}
+        return load({**self.model_dump(), **unchanged, **changes}) if changes else self
+
+    def describe_second_judge(self) -> Any:
+        """Return the second judge for JSON: a name, or a mapping with its options, or None."""
+        judge = self.second_judge
+        return judge.describe() if isinstance(judge, Plugin) else judge
 
     def with_at_most(self, n: int | None) -> Suite:
         """Return the suite with at most `n` images in each group."""
@@ -177,6 +203,8 @@ class PromptEvaluation(Evaluation):
         refused: the metrics that could not be measured, with the reason.
         options: the options of the models' family.
         outcomes: one row for each image, see `concept_eraser/evaluation/outcomes.py`.
+        second_opinion: the labels of the suite's second judge and their agreement with the first's,
+            or None without a second judge.
 
     Example:
         >>> import concept_eraser
@@ -193,10 +221,12 @@ class PromptEvaluation(Evaluation):
     refused: dict[str, str]
     options: dict[str, Any] = field(default_factory=dict)
     outcomes: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    second_opinion: agreement.SecondOpinion | None = field(default=None, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         protocol = self.suite.model_dump(mode="json")
         hashes = {name: group_prompts(self.suite, name).hash for name in self.suite.groups}
+        second = self.second_opinion
         return {
             "protocol": protocol,
             "protocol_hash": environment.fingerprint([protocol, hashes, self.judge]),
@@ -206,6 +236,11 @@ class PromptEvaluation(Evaluation):
             "environment": self.environment,
             "results": [result.as_dict() for result in self.results],
             "refused": self.refused,
+            **(
+                {"second_judge": {"name": self.suite.describe_second_judge(), **second.as_dict()}}
+                if second
+                else {}
+            ),
             **({"model_options": self.options} if self.options else {}),
             **({"sensitive": True} if self.suite.sensitive else {}),
         }
@@ -277,7 +312,7 @@ def evaluate(
 ) -> PromptEvaluation:
     """Generate every group's images with both models, then judge and measure them.
 
-    Both models use the same prompts and seeds.
+    Both models use the same prompts and seeds. The metrics use the labels of the first judge.
     """
     judge = suite.build_judge()
     attribute, value = next(iter(suite.concept.items()))
@@ -286,6 +321,9 @@ def evaluate(
         raise UserError(
             f"the judge {suite.judge!r} cannot detect {attribute} {value!r}; it knows {classes}"
         )
+    second_judge = suite.build_second_judge()
+    if second_judge is not None:
+        agreement.require_second(judge, second_judge, (attribute, value))
     onto_gpu(before, after)
     groups = {}
     for name in suite.groups:
@@ -297,6 +335,11 @@ def evaluate(
             judge, name, suite=suite, rows=group_prompts(suite, name), images=images
         )
     evidence = Evidence(groups, (attribute, value), judge, suite.seed)
+    second = (
+        None
+        if second_judge is None
+        else agreement.compare_judges(groups, judge, second_judge, evidence.concept)
+    )
     results: list[Result] = []
     reasons: dict[str, str] = {}
     for entry in suite.metrics:
@@ -320,6 +363,8 @@ def evaluate(
             models=weights,
             results=results,
         )
+    if second is not None and second_judge is not None:
+        agreement.add_second_judge(rows, second_judge, evidence.concept, second)
     return PromptEvaluation(
         suite,
         models,
@@ -330,6 +375,7 @@ def evaluate(
         refused=reasons,
         options=after.configured(),
         outcomes=rows,
+        second_opinion=second,
     )
 
 

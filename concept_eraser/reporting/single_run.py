@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from concept_eraser.evaluation import agreement
 from concept_eraser.evaluation.base import Group, Result, is_share
 from concept_eraser.evaluation.statistics import Interval, interval_text
 from concept_eraser.evaluation.suite import PromptEvaluation, dumps
@@ -17,6 +18,7 @@ from concept_eraser.reporting.several_runs import AttackSection
 from concept_eraser.utils.rendering import render as render_template
 
 IMAGES = 12  # pairs shown of each group
+DIFFERENT = 24  # images shown for which the two judges differ
 COLUMNS = ("metric", "group", "before", "after", "change", "n")
 
 
@@ -35,6 +37,72 @@ class ImageGroup:
     name: str
     role: str
     pairs: list[ImagePair]
+
+
+@dataclass(frozen=True)
+class SecondJudge:
+    """The agreement of a second judge with the first, and images for which they differ.
+
+    Attributes:
+        agreement: the cells of a table, by AGREEMENT_COLUMNS.
+        rates: the cells of a table, by RATE_COLUMNS.
+        images: pairs of a caption and an image.
+        different: how many images have different labels.
+        n: how many images both judges labelled.
+    """
+
+    agreement: list[list[str]]
+    rates: list[list[str]]
+    images: list[tuple[str, Figure]]
+    different: int
+    n: int
+
+
+AGREEMENT_COLUMNS = ("attribute", "agree before %", "agree after %", "kappa before", "kappa after")
+RATE_COLUMNS = ("group", "concept rate before %", "concept rate after %", "n")
+
+
+def second_judge(evaluation: PromptEvaluation, blur: bool) -> SecondJudge | None:
+    """Return the part of the page about the second judge, or None without one."""
+    opinion = evaluation.second_opinion
+    if opinion is None:
+        return None
+    rows = {
+        (row.attribute, row.stage): row for row in opinion.agreements if row.group == agreement.ALL
+    }
+    table = []
+    for attribute in dict.fromkeys(attribute for attribute, _ in rows):
+        texts = [rows[attribute, stage].texts() for stage in agreement.STAGES]
+        table.append([attribute, *(share for share, _ in texts), *(kappa for _, kappa in texts)])
+    rates = [
+        [
+            group,
+            *(interval_text(some[stage], True) for stage in agreement.STAGES),
+            str(some["after"].n),
+        ]
+        for group, some in opinion.concept_rates.items()
+    ]
+    return SecondJudge(
+        agreement=table,
+        rates=rates,
+        images=[_different_image(evaluation, row, blur) for row in opinion.differences[:DIFFERENT]],
+        different=len(opinion.differences),
+        n=sum(2 * len(group.prompts) for group in evaluation.groups.values()),
+    )
+
+
+def _different_image(
+    evaluation: PromptEvaluation, difference: agreement.Difference, blur: bool
+) -> tuple[str, Figure]:
+    group = evaluation.groups[difference.group]
+    labels = "; ".join(
+        f"{attribute}: {first} / {second}"
+        for attribute, (first, second) in difference.labels.items()
+    )
+    image = group.images[difference.stage][difference.position]
+    alt = f"{difference.stage}: the labels of the first / second judge are {labels}"
+    caption = f"{group.prompts[difference.position].text} ({difference.stage}). {labels}"
+    return caption, Figure(html.image_tag(image, blur=blur), alt)
 
 
 def verdict(evaluation: PromptEvaluation) -> str:
@@ -154,6 +222,9 @@ def render(
         refused=evaluation.refused,
         hiding=hiding,
         galleries=[_gallery(group, bool(hiding)) for group in evaluation.groups.values()],
+        second_judge=second_judge(evaluation, bool(hiding)),
+        agreement_columns=AGREEMENT_COLUMNS,
+        rate_columns=RATE_COLUMNS,
         attacks=attacks,
         training=_training(facts),
         models=evaluation.models,

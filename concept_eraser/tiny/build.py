@@ -5,6 +5,10 @@ a diffusers pipeline folder in half precision, scored, and written with a JSON o
 scores. The independent parts are trained in parallel, one core each. Every part saves its state,
 and an interrupted build continues where it stopped.
 
+With --only judge2 or --only clip2, a second judge or a second CLIP is trained, of another
+architecture and seed. No part of the pipeline uses them. They are written to the bundled weights,
+each with a JSON of its settings, scores and hash.
+
 With --without or --unet-only, the UNet alone is trained anew, on the frozen text encoder, VAE and
 tokenizer of the bundled pipeline. The result is a control: a model that never learned a concept,
 or a second training of the full model. The text encoder and the VAE still know the concept, as
@@ -13,6 +17,7 @@ CLIP does in Stable Diffusion.
     python -m concept_eraser.tiny.build --without shape=heart --threads 1
     python -m concept_eraser.tiny.build --without color=purple,blue --without style=striped
     python -m concept_eraser.tiny.build --unet-only --seed 1
+    python -m concept_eraser.tiny.build --only judge2,clip2 --threads 1
 """
 
 from __future__ import annotations
@@ -72,7 +77,10 @@ def _parse() -> argparse.Namespace:
         "--threads", type=int, default=os.cpu_count() or 2, help="default: all cores"
     )
     parser.add_argument(
-        "--only", default="", help="train just these parts, e.g. vae,judge, and assemble nothing"
+        "--only",
+        default="",
+        help="train just these parts, e.g. vae,judge, and assemble nothing; judge2 and clip2 are "
+        "written to --output",
     )
     parser.add_argument(
         "--shrink",
@@ -105,6 +113,24 @@ def train(names: tuple[str, ...], args: argparse.Namespace) -> None:
             f"{name}: "
             + ", ".join(f"{k} {v:.4g}" for k, v in scores.items() if isinstance(v, int | float))
         )
+
+
+def _train_only(names: tuple[str, ...], args: argparse.Namespace) -> None:
+    """Train some parts, and publish the second judge and the second CLIP."""
+    from concept_eraser.tiny import independent
+    from concept_eraser.tiny.stages import STAGES
+    from concept_eraser.utils import resources
+
+    unknown = [name for name in names if name not in STAGES]
+    if unknown:
+        raise SystemExit(f"--only: unknown part {unknown[0]!r}; use some of {', '.join(STAGES)}")
+    train(names, args)
+    weights = args.output or resources.tiny_weights()
+    for name in names:
+        if name in independent.PARTS:
+            weights.mkdir(parents=True, exist_ok=True)
+            independent.publish(args.work, weights, name, seed=args.seed, threads=args.threads)
+            _say(f"{name}: written to {weights}")
 
 
 def _side_by_side(args: argparse.Namespace) -> None:
@@ -180,7 +206,7 @@ def main() -> None:
         args.work = args.work or Path("runs/tiny-build")
         args.work.mkdir(parents=True, exist_ok=True)
         if args.only:
-            train(tuple(args.only.split(",")), args)
+            _train_only(tuple(args.only.split(",")), args)
             return
         _side_by_side(args)
         train(("unet",), args)

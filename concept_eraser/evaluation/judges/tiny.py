@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation.base import Judge
 from concept_eraser.models.families.clip import load_bundled_clip
 from concept_eraser.tiny import painter
-from concept_eraser.tiny.judge import CLASSES, JudgeNet, load_judge
+from concept_eraser.tiny.judge import CLASSES, load_judge
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
 
@@ -30,6 +30,7 @@ class TinyJudge(Judge):
     """concept_eraser/tiny/weights/tiny.json holds its accuracy on painted and on garbage images."""
 
     classes = CLASSES
+    name: ClassVar[str] = "tiny"
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]
@@ -37,7 +38,7 @@ class TinyJudge(Judge):
         return hashlib.sha256(weights).hexdigest()[:16]
 
     @cached_property
-    def net(self) -> JudgeNet:
+    def net(self) -> Any:
         return load_judge(resources.tiny_weights() / "judge")
 
     @cached_property
@@ -52,7 +53,7 @@ class TinyJudge(Judge):
     def _scale(self, images: Tensor) -> Tensor:
         if images.shape[1:] != (painter.SIZE, painter.SIZE, 3):
             raise UserError(
-                "the tiny judge needs images of 64x64 pixels of the bundled data set, "
+                f"the judge {self.name} needs images of 64x64 pixels of the bundled data set, "
                 f"found {tuple(images.shape[1:3])}"
             )
         return images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
@@ -60,7 +61,8 @@ class TinyJudge(Judge):
     def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
         if value not in CLASSES.get(attribute, ()):
             raise UserError(
-                f"the tiny judge cannot detect {attribute} {value!r}; it knows {', '.join(CLASSES)}"
+                f"the judge {self.name} cannot detect {attribute} {value!r}; it knows "
+                f"{', '.join(CLASSES)}"
             )
         logits: Tensor = self.net.to(images.device)(images)[attribute]
         return logits.softmax(1)[:, CLASSES[attribute].index(value)]
@@ -69,15 +71,17 @@ class TinyJudge(Judge):
     def classify(self, images: Tensor) -> dict[str, np.ndarray]:
         parts = [self.net(part) for part in self._scale(images).split(256)]
         best = {
-            name: torch.cat([part[name] for part in parts]).argmax(1).numpy() for name in CLASSES
+            name: torch.cat([part[name] for part in parts]).argmax(1).numpy()
+            for name in self.classes
         }
-        return {name: np.array(CLASSES[name])[index] for name, index in best.items()}
+        return {name: np.array(self.classes[name])[index] for name, index in best.items()}
 
     @torch.no_grad()
     def probabilities(self, images: Tensor) -> dict[str, np.ndarray]:
         parts = [self.net(part) for part in self._scale(images).split(256)]
         return {
-            name: torch.cat([part[name].softmax(1) for part in parts]).numpy() for name in CLASSES
+            name: torch.cat([part[name].softmax(1) for part in parts]).numpy()
+            for name in self.classes
         }
 
     @torch.no_grad()

@@ -2,7 +2,9 @@
 
 Scales in use: the cosine itself; x100, CLIP's logits before their softmax (MACE); x2.5, Hessel et
 al.'s 2.5 max(cosine, 0). Without `model` the score uses the judge's own CLIP, under the name
-`clip_score`. With `model` it uses open_clip, under the name `clip_score_open_clip`.
+`clip_score`. The bundled judge's own CLIP contains the text encoder of the bundled pipeline. With
+`model: tiny2` the score uses the bundled second CLIP, of which no pipeline has a part, under the
+name `clip_score_tiny2`. With another `model` it uses open_clip, under `clip_score_open_clip`.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from torch import Tensor
 from concept_eraser import registry
 from concept_eraser.evaluation.base import Evidence, Metric, Result
 from concept_eraser.evaluation.features.clip import ClipFeatures
+from concept_eraser.evaluation.judges.tiny2 import SecondTinyJudge, clip_fingerprint
 from concept_eraser.evaluation.metrics.concept_rate import mean_result
 from concept_eraser.utils.errors import UserError, unknown
 
 SCALES = ("cosine", "x100", "x2.5")
+INDEPENDENT = "tiny2"  # the bundled CLIP that no pipeline contains
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class ClipScore(Metric):
     """Mean score on the neighbour and retain groups, and the paired difference.
 
     Args:
-        model: open_clip's name of a model; none for the judge's own CLIP.
+        model: open_clip's name of a model, or tiny2; none for the judge's own CLIP.
         weights: The weights of that model, see the feature `clip`.
         scale: cosine, x100 or x2.5.
     """
@@ -47,6 +51,12 @@ class ClipScore(Metric):
                 f"clip_score: weights {self.weights!r} need the `model` they belong to, "
                 "e.g. ViT-B-32"
             )
+        if self.weights and self.model == INDEPENDENT:
+            raise UserError("clip_score: the model tiny2 has its own weights; leave out `weights`")
+
+    @cached_property
+    def _independent(self) -> SecondTinyJudge:
+        return SecondTinyJudge()
 
     @cached_property
     def _clip(self) -> ClipFeatures:
@@ -56,6 +66,8 @@ class ClipScore(Metric):
         return features
 
     def result_prefix(self) -> str:
+        if self.model == INDEPENDENT:
+            return "clip_score_tiny2"
         return "clip_score_open_clip" if self.model else "clip_score"
 
     def measure(self, evidence: Evidence) -> Sequence[Result]:
@@ -85,14 +97,18 @@ class ClipScore(Metric):
         """The result's name and its settings."""
         if not self.model:
             return "clip_score", {"model": "tiny CLIP", "scale": self.scale}
+        if self.model == INDEPENDENT:
+            settings = {"model": "tiny2", "weights": clip_fingerprint(), "scale": self.scale}
+            return "clip_score_tiny2", settings
         return "clip_score_open_clip", {**self._clip.settings, "scale": self.scale}
 
     def _scores(self, evidence: Evidence, images: Tensor, texts: Sequence[str]) -> np.ndarray:
-        cosines = (
-            self._clip.cosines(images, texts)
-            if self.model
-            else evidence.judge.clip_scores(images, texts)
-        )
+        if not self.model:
+            cosines = evidence.judge.clip_scores(images, texts)
+        elif self.model == INDEPENDENT:
+            cosines = self._independent.clip_scores(images, texts)
+        else:
+            cosines = self._clip.cosines(images, texts)
         if self.scale == "x2.5":
             return 2.5 * cosines.clip(min=0)
         return 100 * cosines if self.scale == "x100" else cosines

@@ -2,7 +2,8 @@
 
 Both are measured for every prompt group. Lower is better in forget groups (direct, synonyms); in
 the other groups no prompt states the concept. A judge with the class "none" reports the no-object
-rate separately: an image with no recognisable object is not a successful erasure.
+rate separately: an image with no recognisable object is not a successful erasure. Where several
+attributes have that class, the first of them decides, which is the shape in the bundled world.
 """
 
 from __future__ import annotations
@@ -99,21 +100,22 @@ class ConceptRate(Metric):
                     better=direction,
                 )
             )
-            for other_attribute, classes in evidence.judge.classes.items():
-                if "none" in classes:
-                    blank = {
-                        when: group.labels[when][other_attribute] == "none"
-                        for when in ("before", "after")
-                    }
-                    results.append(
-                        share_result(
-                            metric="no_object_rate",
-                            group=name,
-                            before=blank["before"],
-                            after=blank["after"],
-                            better="neither",
-                        )
+            for object_attribute in [a for a, c in evidence.judge.classes.items() if "none" in c][
+                :1
+            ]:
+                blank = {
+                    when: group.labels[when][object_attribute] == "none"
+                    for when in ("before", "after")
+                }
+                results.append(
+                    share_result(
+                        metric="no_object_rate",
+                        group=name,
+                        before=blank["before"],
+                        after=blank["after"],
+                        better="neither",
                     )
+                )
         return results
 
 

@@ -28,6 +28,10 @@ class Stage:
     def steps(self, n: int) -> int:
         return max(4, round(n * self.shrink))
 
+    def images(self, n: int) -> int:
+        """Return how many images are scored: n, or fewer in a shortened build; a multiple of 40."""
+        return max(1, round(n * min(1.0, self.shrink) / 40)) * 40
+
     def rng(self, name: str) -> np.random.Generator:
         return step_rng(self.seed, name, 2**31)  # a seed that no training step uses
 

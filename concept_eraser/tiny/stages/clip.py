@@ -101,17 +101,43 @@ class ClipTrainee(nn.Module):
     ) -> Tensor:
         """Return InfoNCE plus the cross-entropies of the attributes of images and captions."""
         image, text = self.embed(images, ids)
-        logits = self.clip.logit_scale.exp().clamp(max=100) * image @ text.T
-        target = torch.arange(len(image))
-        total = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
-        for i, weight in enumerate((1.0, 0.25, 0.25, 0.25)):
-            total = total + weight * F.cross_entropy(
-                self.image_heads[i](8 * image), image_attributes[:, i]
-            )
-            total = total + weight * F.cross_entropy(
-                self.text_heads[i](8 * text), caption_attributes[:, i], ignore_index=-100
-            )
-        return total
+        return contrastive_loss(
+            image,
+            text,
+            scale=self.clip.logit_scale,
+            heads=(self.image_heads, self.text_heads),
+            attributes=(image_attributes, caption_attributes),
+        )
+
+
+def contrastive_loss(
+    image: Tensor,
+    text: Tensor,
+    *,
+    scale: Tensor,
+    heads: tuple[nn.ModuleList, nn.ModuleList],
+    attributes: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Return InfoNCE of unit vectors [n, width], plus cross-entropies of the attributes.
+
+    Args:
+        image: the embeddings of the images.
+        text: the embeddings of their captions.
+        scale: the logarithm of the scale of the cosines.
+        heads: a linear layer for each attribute, of images and of captions.
+        attributes: the labels [n, 4] of images and captions; -100 is not scored.
+    """
+    logits = scale.exp().clamp(max=100) * image @ text.T
+    target = torch.arange(len(image))
+    total = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+    image_heads, text_heads = heads
+    image_attributes, caption_attributes = attributes
+    for i, weight in enumerate((1.0, 0.25, 0.25, 0.25)):
+        total = total + weight * F.cross_entropy(image_heads[i](8 * image), image_attributes[:, i])
+        total = total + weight * F.cross_entropy(
+            text_heads[i](8 * text), caption_attributes[:, i], ignore_index=-100
+        )
+    return total
 
 
 def train_clip(stage: Stage) -> dict:
@@ -147,25 +173,38 @@ def train_clip(stage: Stage) -> dict:
     seconds = trainer.run(loss, stage.say)
     clip = trainee.clip.eval()
     clip.save_pretrained(stage.folder / "clip")
-    return {"seconds": seconds, **score_clip(clip, tokenizer, stage.rng("clip-test"))}
 
+    def embed_images(images: Tensor) -> Tensor:
+        return F.normalize(clip.visual_projection(clip.vision_model(images).pooler_output), dim=-1)
 
-@torch.no_grad()
-def score_clip(clip: Any, tokenizer: Callable, rng: np.random.Generator, n: int = 1000) -> dict:
-    """Return the scores of the CLIP.
-
-    They are the zero-shot accuracy of each attribute, the synonyms nearest their own shape, and
-    matched against mismatched captions.
-    """
-
-    def text(captions: list[str]) -> Tensor:
+    def embed_texts(captions: list[str]) -> Tensor:
         ids = tokenizer(captions, padding=True, return_tensors="pt").input_ids
         return F.normalize(clip.text_projection(clip.text_model(ids).pooler_output), dim=-1)
 
+    scores = score_clip(embed_images, embed_texts, stage.rng("clip-test"))
+    return {"seconds": seconds, **scores}
+
+
+@torch.no_grad()
+def score_clip(
+    embed_images: Callable[[Tensor], Tensor],
+    embed_texts: Callable[[list[str]], Tensor],
+    rng: np.random.Generator,
+    n: int = 1000,
+) -> dict:
+    """Return the scores of a CLIP on new images of held-out combinations.
+
+    They are the zero-shot accuracy of each attribute, the synonyms nearest their own shape, and
+    matched against mismatched captions.
+
+    Args:
+        embed_images: images [n, 3, 64, 64] in [-1, 1] -> unit vectors [n, width].
+        embed_texts: texts -> unit vectors [n, width].
+        rng: the generator of the images and captions.
+        n: images.
+    """
     scenes, images = painter.paint_batch(n, rng, held_out=True)
-    image = F.normalize(
-        clip.visual_projection(clip.vision_model(as_tensor(images)).pooler_output), dim=-1
-    )
+    image = embed_images(as_tensor(images))
     labels = torch.tensor([scene.labels() for scene in scenes])
     prompts = {
         "shape": [f"a picture of a {s}" for s in painter.SHAPES],
@@ -179,19 +218,20 @@ def score_clip(clip: Any, tokenizer: Callable, rng: np.random.Generator, n: int 
     scores: dict = {"n": n}
     for i, (name, options) in enumerate(prompts.items()):
         scores[f"zero_shot_{name}"] = (
-            ((image @ text(options).T).argmax(1) == labels[:, i]).float().mean().item()
+            ((image @ embed_texts(options).T).argmax(1) == labels[:, i]).float().mean().item()
         )
-    shapes = text(prompts["shape"])
+    shapes = embed_texts(prompts["shape"])
     synonyms = [(s, w) for s in painter.SHAPES for w in painter.SYNONYMS[s]]
-    nearest = (text([f"a picture of a {w}" for _, w in synonyms]) @ shapes.T).argmax(1).tolist()
+    names = [f"a picture of a {w}" for _, w in synonyms]
+    nearest = (embed_texts(names) @ shapes.T).argmax(1).tolist()
     scores["synonyms_right"] = sum(
         painter.SHAPES[j] == s for j, (s, _) in zip(nearest, synonyms, strict=True)
     )
     scores["synonyms"] = len(synonyms)
     captions = [painter.caption(scene, rng, full=True).text for scene in scenes]
-    match = (image * text(captions)).sum(1)
+    match = (image * embed_texts(captions)).sum(1)
     scores["match_mean"], scores["match_std"] = match.mean().item(), match.std().item()
-    random = (image * text(captions[1:] + captions[:1])).sum(1)
+    random = (image * embed_texts(captions[1:] + captions[:1])).sum(1)
     scores["random_mean"], scores["random_std"] = random.mean().item(), random.std().item()
     return scores
 
