@@ -48,6 +48,15 @@ def evaluate(
             )
         ),
     ] = None,
+    control: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help=(
+                "a model that never learned the concept; the result shows how far the erased model "
+                "is from it; may be given several times, for several training seeds"
+            )
+        ),
+    ] = None,
     output: Annotated[
         Optional[Path],
         typer.Option(
@@ -87,14 +96,24 @@ def evaluate(
       --output check
 
       concept-eraser evaluate somebodys_lora.safetensors --before tiny-sd --suite tiny_star
+
+      concept-eraser evaluate runs/tiny_star_munba --control controls/without-star-seed-0/pipeline
     """
     from concept_eraser import api
     from concept_eraser.reporting.write import is_labelled
 
     if is_labelled(model):
         folder = output or Path(model)
+        controls: Any = control or None
         numbers = api.evaluate(
-            model, suite, before=before, n=n, guard=guard, output=folder, allow_code=allow_code
+            model,
+            suite,
+            before=before,
+            n=n,
+            guard=guard,
+            control=controls,
+            output=folder,
+            allow_code=allow_code,
         )
         if distributed.is_first():
             _show_labelled(numbers)
@@ -106,6 +125,7 @@ def evaluate(
         before=before,
         n=n,
         guard=guard,
+        control=control,
         output=output,
         allow_pickle=allow_pickle,
         quiet=quiet,
@@ -126,6 +146,7 @@ def evaluate_run(
     before: str | None = None,
     n: int | None = None,
     guard: str | None = None,
+    control: list[str] | None = None,
     output: Path | None = None,
     allow_pickle: bool = False,
     quiet: bool = False,
@@ -140,6 +161,7 @@ def evaluate_run(
         before: The original model.
         n: The largest number of images of a group.
         guard: A safeguard while sampling.
+        control: Models that never learned the concept.
         output: The folder of the results. None for the run folder, or a folder in it.
         allow_pickle: Also load pickled weights.
         quiet: Show no progress bars.
@@ -174,6 +196,7 @@ def evaluate_run(
                 before=before,
                 n=n,
                 guard=guard,
+                control=control or None,
                 allow_pickle=allow_pickle,
                 progress=progress,
             )
@@ -249,6 +272,29 @@ def summarise(evaluation: Any) -> None:
     for name, reason in evaluation.refused.items():
         console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
     console.print(verdict(evaluation), highlight=False, style="bold", soft_wrap=True)
+    if evaluation.control is not None:
+        _show_gap(evaluation.control)
+
+
+def _show_gap(gap: Any) -> None:
+    """Print how far the erased model is from the models that never learned the concept."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from concept_eraser.reporting.control_tables import gap_tables
+
+    console = Console()
+    for name in gap.models:
+        console.print(f"control: {name}", highlight=False, soft_wrap=True)
+    for rows in gap_tables(gap.as_dict()):
+        table = Table(title=rows.title, title_justify="left", box=None, header_style="bold")
+        for column in rows.columns:
+            table.add_column(column)
+        for row in rows.rows:
+            table.add_row(*row)
+        console.print(table)
+    for name, reason in gap.refused.items():
+        console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
 
 
 def compare(
