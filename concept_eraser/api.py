@@ -860,7 +860,9 @@ def _controls(
     control: ModelSource | Sequence[ModelSource] | None, original: Model, allow_pickle: bool
 ) -> list[NeverLearned]:
     """Load the controls, with the options of the original."""
-    sources = control if isinstance(control, list) else [] if control is None else [control]
+    if control is None:
+        return []
+    sources = control if isinstance(control, list | tuple) else [control]
     controls = []
     for source in sources:
         model = loading.load(source, allow_pickle=allow_pickle, base=original)

@@ -97,7 +97,8 @@ def evaluate(
 
       concept-eraser evaluate somebodys_lora.safetensors --before tiny-sd --suite tiny_star
 
-      concept-eraser evaluate runs/tiny_star_munba --control controls/without-star-seed-0/pipeline
+      concept-eraser evaluate runs/tiny_star_munba
+      --control runs/tiny-controls/without-star-seed0
     """
     from concept_eraser import api
     from concept_eraser.reporting.write import is_labelled

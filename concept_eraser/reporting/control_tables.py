@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from concept_eraser.evaluation.attacks.excess import describe_savings
@@ -109,11 +110,11 @@ def points_text(values: Mapping[str, Any]) -> str:
     return text
 
 
-def excess_rows(attack: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """Return the excess recovery of an attack, from an attack.json.
+def excess_rows(attack: Mapping[str, Any]) -> list[list[str]]:
+    """Return the excess recovery of an attack, from an attack.json. Empty without a control.
 
-    Each row has: what is compared ("worst case" or "attack success", then the families), the
-    victim's rate, the control's, the excess in points, and n. Empty without a control.
+    The cells are the control's name, what is compared ("attack success", or "worst case" and the
+    families of a cascade), the victim's rate, the control's, the excess in points, and n.
     """
     rows = []
     for control in attack.get("control", {}).get("models", ()):
@@ -121,18 +122,33 @@ def excess_rows(attack: Mapping[str, Any]) -> list[tuple[str, str, str, str, str
         comparisons = {title: control["excess"].get("asr"), **control.get("families", {})}
         for name, values in comparisons.items():
             if values is not None:
+                difference = values["difference"]
                 rates = [
                     interval_text(interval(values[key]), True) for key in ("victim", "control")
                 ]
-                excess = points_text(values["difference"])
-                rows.append((name, rates[0], rates[1], excess, str(values["difference"]["n"])))
+                excess = points_text(difference)
+                rows.append([control_name(control), name, *rates, excess, str(difference["n"])])
     return rows
 
 
-def savings_rows(attack: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the relearning savings of an attack, from an attack.json: (attack, text)."""
+def savings_rows(attack: Mapping[str, Any]) -> list[list[str]]:
+    """Return the relearning savings of an attack, from an attack.json. Empty without a control.
+
+    The cells are the control's name, and the ratio with the censored prompts. In a cascade the
+    attack stands before the ratio.
+    """
     return [
-        (name, describe_savings(savings))
+        [
+            control_name(control),
+            f"{name}: {describe_savings(savings)}"
+            if "stages" in attack
+            else describe_savings(savings),
+        ]
         for control in attack.get("control", {}).get("models", ())
         for name, savings in control.get("savings", {}).items()
     ]
+
+
+def control_name(control: Mapping[str, Any]) -> str:
+    """Return the name of a control without the fingerprint of its weights."""
+    return Path(str(control["model"]).rsplit(" (", 1)[0]).name
