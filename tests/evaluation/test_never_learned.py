@@ -18,7 +18,7 @@ from concept_eraser.cli import attack as attack_command
 from concept_eraser.cli import evaluate as evaluate_command
 from concept_eraser.evaluation import result_schema, retraining
 from concept_eraser.evaluation import suite as suites
-from concept_eraser.evaluation.attacks import controlled, excess, runner
+from concept_eraser.evaluation.attacks import cascade, controlled, excess, runner
 from concept_eraser.evaluation.attacks.relearning import Relearning
 from concept_eraser.evaluation.attacks.revival import Revival
 from concept_eraser.evaluation.never_learned import NeverLearned, read_record
@@ -32,13 +32,13 @@ SUITE = {
     "seed": 3,
     "sampling": {"steps": 4, "batch_size": 32, "precision": "bf16"},
     "groups": {
-        "direct": {"prompts": "tiny_star", "role": "forget", "n": 6},
-        "retained": {"prompts": "tiny_rest", "role": "retain", "n": 6},
+        "direct": {"prompts": "tiny_star", "role": "forget", "n": 4},
+        "retained": {"prompts": "tiny_rest", "role": "retain", "n": 4},
     },
     "metrics": ["concept_rate", "accuracy", "fid"],
 }
-N = 6
-CASCADE = [{"name": "random_tokens", "tries": 2}, {"name": "relearning", "steps": 3, "every": 2}]
+N = 4
+TEXTS = "a red five-pointed star\na green house\n"
 
 
 def shaken(scale: float, seed: int) -> Any:
@@ -64,14 +64,28 @@ def control(tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def attacked(shared_tiny: Any, control: Path, tmp_path_factory: Any) -> tuple[Any, Path]:
+def entries(tmp_path_factory: Any) -> list[dict[str, Any]]:
+    """A cascade. The second attack gives some prompts a text that states a star."""
+    texts = tmp_path_factory.mktemp("texts") / "texts.txt"
+    texts.write_text(TEXTS)
+    return [
+        {"name": "random_tokens", "tries": 1},
+        {"name": "paraphrase", "prompts": str(texts), "tries": 1},
+        {"name": "relearning", "steps": 2, "every": 2},
+    ]
+
+
+@pytest.fixture(scope="module")
+def attacked(
+    shared_tiny: Any, control: Path, entries: Any, tmp_path_factory: Any
+) -> tuple[Any, Path]:
     """A cascade on the unprotected model and on the control."""
     folder = tmp_path_factory.mktemp("attack")
     campaign = api.attack(
         shared_tiny,
         suite=SUITE,
         before=shared_tiny,
-        cascade=CASCADE,
+        cascade=entries,
         n=N,
         batch=4,
         hide="shape",
@@ -90,8 +104,8 @@ def test_the_excess_recovery_follows_from_the_table(attacked) -> None:
     broken = {}
     for name, rows in frame.groupby("attacked_model"):
         clean = rows[rows.stage == "clean"].set_index("position").shows_concept == 1
-        hits = rows[(rows.stage == "attack") & (rows.attack == "relearning")]
-        by_prompt = hits.set_index("position").broken.reindex(clean.index).eq(1)
+        hits = rows[(rows.stage == "attack") & (rows.family != "control")]
+        by_prompt = hits.groupby("position").broken.max().reindex(clean.index).eq(1)
         broken[name] = (clean | by_prompt)[counted].to_numpy()
     (comparison,) = campaign.controls
     result = comparison.excess["asr"]
@@ -114,12 +128,15 @@ def test_families_and_attacks_are_compared_on_common_prompts(attacked) -> None:
     expected = paired_difference(table.control.to_numpy() == 1, table.victim.to_numpy() == 1)
     assert comparison.families["control"]["difference"] == asdict(expected)
     assert comparison.attacks["random_tokens"]["difference"] == asdict(expected)
-    assert {"random_tokens", "relearning"} == set(comparison.attacks)
-    assert {"control", "fine-tuning on the concept"} == set(comparison.families)
+    assert {"random_tokens", "paraphrase", "relearning"} == set(comparison.attacks)
+    typed = comparison.families["typed prompts"]
+    assert typed == comparison.attacks["paraphrase"]
+    assert typed["difference"]["value"] > 0
+    assert {"control", "typed prompts", "fine-tuning on the concept"} == set(comparison.families)
     assert set(comparison.savings) == {"relearning"}
     savings = comparison.savings["relearning"]
-    assert savings["budget"] == 3
-    assert {row["victim"] for row in savings["prompts"]} <= {2, 3, None}
+    assert savings["budget"] == 2
+    assert {row["victim"] for row in savings["prompts"]} <= {2, None}
     counts = ("broken_on_both", "broken_on_victim_only", "broken_on_control_only")
     assert sum(savings[key] for key in (*counts, "broken_on_neither")) == savings["n"]
 
@@ -142,7 +159,7 @@ def test_the_file_has_the_control_and_its_record(attacked, control: Path) -> Non
 
 
 def test_a_finished_attack_on_a_control_generates_nothing_again(
-    attacked, shared_tiny, control, monkeypatch, tmp_path: Path
+    attacked, shared_tiny, control, entries, monkeypatch, tmp_path: Path
 ) -> None:
     campaign, finished = attacked
     folder = tmp_path / "attack"
@@ -152,19 +169,25 @@ def test_a_finished_attack_on_a_control_generates_nothing_again(
         raise AssertionError("an image was generated again")
 
     monkeypatch.setattr(runner.Referee, "draw", fail)
-    arguments: dict[str, Any] = {
-        "suite": SUITE,
-        "before": shared_tiny,
-        "cascade": CASCADE,
-        "n": N,
-        "batch": 4,
-        "hide": "shape",
-    }
-    again = api.attack(shared_tiny, control=[control], output=folder, **arguments)
+    work = cascade.Cascade(
+        [
+            runner.Protocol(
+                suites.load(SUITE),
+                entry["name"],
+                {key: value for key, value in entry.items() if key != "name"},
+                n=N,
+                batch=4,
+                hide="shape",
+            )
+            for entry in entries
+        ]
+    )
+    never = NeverLearned(load(control), read_record(control))
+    again = controlled.run(work, shared_tiny, shared_tiny, controls=[never], folder=folder)
     assert again.controls == campaign.controls
     assert again.outcomes == campaign.outcomes
     # without a control: the victim's own result, and no further key
-    plain = api.attack(shared_tiny, output=folder, **arguments)
+    plain = controlled.run(work, shared_tiny, shared_tiny, folder=folder)
     assert plain.attempts == campaign.attempts
     assert plain.as_dict()["protocol_hash"] == campaign.as_dict()["protocol_hash"]
     assert set(campaign.as_dict()) - set(plain.as_dict()) == {"control"}
@@ -214,6 +237,41 @@ def test_the_steps_of_a_round_count_the_last_pause() -> None:
     assert Revival(steps=60, every=50).training_steps == 60
     with pytest.raises(NotImplementedError):
         runner.Protocol(suites.load(SUITE), "random_tokens").build().steps_after(1)
+
+
+def test_the_savings_of_an_attack_follow_from_its_rounds(attacked) -> None:
+    campaign, _ = attacked
+    work = runner.Protocol(suites.load(SUITE), "relearning", {"steps": 25, "every": 10}, n=N)
+
+    def with_rounds(*rounds: int | None) -> Any:
+        attempts = [
+            runner.Attempt("a star", i, False, number is not None, number)
+            for i, number in enumerate(rounds)
+        ]
+        attempts.append(runner.Attempt("a star", 9, pre=True, success=True))
+        return runner.Campaign(
+            protocol={},
+            models=campaign.models,
+            attempts=attempts,
+            curves=[],
+            cost={},
+            seconds=0.0,
+            environment={},
+        )
+
+    comparison = controlled.compare(work, with_rounds(1, 2, 1), with_rounds(3, 2, None))
+    (savings,) = comparison.savings.values()
+    assert [(row["victim"], row["control"]) for row in savings["prompts"]] == [
+        (10, 25),
+        (20, 20),
+        (10, None),
+    ]
+    assert savings["mean"]["value"] == pytest.approx((0.4 + 1) / 2)
+    assert comparison.excess["attacked"]["victim"]["value"] == 1.0
+    assert comparison.excess["attacked"]["difference"]["n"] == 3
+    assert comparison.excess["asr"]["difference"]["n"] == 4
+    plain = runner.Protocol(suites.load(SUITE), "random_tokens", n=N)
+    assert controlled.compare(plain, with_rounds(1), with_rounds(1)).savings == {}
 
 
 def test_results_of_different_prompts_are_not_compared(attacked) -> None:
@@ -336,19 +394,16 @@ def test_the_evaluation_without_a_control_is_the_same(evaluated, shared_tiny) ->
     assert len(evaluation.outcomes) == 2 * len(plain.outcomes)
 
 
-def test_an_unchanged_model_is_as_far_as_the_original(shared_tiny, control) -> None:
-    suite = suites.load({**SUITE, "metrics": ["concept_rate"]})
-    evaluation = suites.evaluate(shared_tiny, shared_tiny, suite)
-    never = NeverLearned(load(control), {})
-    gap = retraining.with_controls(evaluation, shared_tiny, shared_tiny, [never]).control
-    assert gap is not None
-    assert [row["relative_to_original"]["value"] for row in gap.predictions] == [1.0, 1.0]
-    assert [row["between_controls"] for row in gap.predictions] == [None, None]
-    # a model that is the control itself
-    gap = retraining.with_controls(evaluation, shared_tiny, never.model, [never]).control
-    assert gap is not None
-    assert [row["erased"]["value"] for row in gap.predictions] == [0.0, 0.0]
-    assert [row["relative_to_original"] for row in gap.predictions] == [None, None]
+def test_an_unchanged_model_is_as_far_as_the_original(evaluated, shared_tiny, control) -> None:
+    group = evaluated[0].groups["direct"]
+    never = load(control)
+    suite = suites.load(SUITE)
+    row, _ = retraining._prediction_row(suite, group, [shared_tiny, shared_tiny, never])
+    assert row["relative_to_original"]["value"] == 1.0
+    assert row["between_controls"] is None is row["relative_to_controls"]
+    row, _ = retraining._prediction_row(suite, group, [never, shared_tiny, never])
+    assert row["erased"]["value"] == 0.0
+    assert row["relative_to_original"] is None
 
 
 def test_pages_and_the_command_line_show_the_controls(
@@ -361,7 +416,7 @@ def test_pages_and_the_command_line_show_the_controls(
     text = capsys.readouterr().out
     assert "excess recovery" in text
     assert "relearning savings, relearning:" in text
-    assert "erased / original" in text
+    assert "Distance of noise predictions from the never-learned model" in text
     page = api.report(evaluation, tmp_path / "page.html").read_text()
     assert "Gap to retraining" in page
     ratio = evaluation.control.predictions[0]["relative_to_original"]["value"]
