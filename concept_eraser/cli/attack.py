@@ -267,6 +267,11 @@ def _show_controls(results: Any) -> None:
             )
         for name, savings in control.savings.items():
             typer.echo(f"relearning savings, {name}: {describe_savings(savings)}")
+    if mean := results.excess_over_controls():
+        typer.echo(
+            f"mean excess over {mean['seeds']} controls: {100 * mean['value']:+.1f} points "
+            f"[{100 * mean['low']:+.1f}, {100 * mean['high']:+.1f}]"
+        )
 
 
 def summarise(results: Any) -> None:

@@ -86,7 +86,7 @@ CONTROL_ATTACKS = {  # the same attack on models that never learned the concept
             "savings?": Each(SAVINGS),
         }
     ],
-    "excess_over_controls?": INTERVAL,
+    "excess_over_controls?": {**INTERVAL, "seeds": int},
 }
 RETRAINING = {  # the gap to models that never learned the concept
     "models": [str],

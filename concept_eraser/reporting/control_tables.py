@@ -128,6 +128,9 @@ def excess_rows(attack: Mapping[str, Any]) -> list[list[str]]:
                 ]
                 excess = points_text(difference)
                 rows.append([control_name(control), name, *rates, excess, str(difference["n"])])
+    if mean := attack.get("control", {}).get("excess_over_controls"):
+        seeds = f"{mean['seeds']} controls"
+        rows.append([seeds, "mean over controls", "-", "-", points_text(mean), str(mean["n"])])
     return rows
 
 

@@ -206,6 +206,19 @@ def test_excess_over_controls_takes_the_training_seed_as_the_unit() -> None:
     assert excess.measure_excess([True], [False]) is None
 
 
+def test_three_controls_have_a_mean_excess(attacked, capsys) -> None:
+    campaign, folder = attacked
+    several = replace(campaign, controls=campaign.controls * 3)
+    content = json.loads(suites.dumps(several.as_dict()))
+    result_schema.require(content, result_schema.ATTACK, folder)
+    mean = content["control"]["excess_over_controls"]
+    excess_of_one = campaign.controls[0].excess["asr"]["difference"]["value"]
+    assert (mean["value"], mean["seeds"]) == (pytest.approx(excess_of_one), 3)
+    assert control_tables.excess_rows(content)[-1][:2] == ["3 controls", "mean over controls"]
+    attack_command._show_controls(several)
+    assert f"mean excess over 3 controls: {100 * excess_of_one:+.1f}" in capsys.readouterr().out
+
+
 def test_savings_are_exact_where_both_models_break_and_bounded_elsewhere() -> None:
     victim = {0: 10, 1: 20, 2: 10, 3: None, 4: None, 5: 30}
     never = {0: 40, 1: 20, 2: None, 3: 50, 4: None, 6: 10}

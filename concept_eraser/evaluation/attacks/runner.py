@@ -242,11 +242,18 @@ class Campaign:
             **({"control": self._controls_as_dict()} if self.controls else {}),
         }
 
-    def _controls_as_dict(self) -> dict[str, Any]:
-        over_controls = measure_excess_over_controls(
-            [a.success for a in self.attempts],
-            [[bool(a["success"]) for a in control.attempts] for control in self.controls],
+    def excess_over_controls(self) -> dict[str, Any] | None:
+        """Return the mean excess of `asr` over the controls with its interval, or None.
+
+        The unit is the training seed of the control, so at least three controls are needed.
+        """
+        return measure_excess_over_controls(
+            [attempt.success for attempt in self.attempts],
+            [[bool(row["success"]) for row in control.attempts] for control in self.controls],
         )
+
+    def _controls_as_dict(self) -> dict[str, Any]:
+        over_controls = self.excess_over_controls()
         return {
             "models": [control.as_dict() for control in self.controls],
             **({"excess_over_controls": over_controls} if over_controls else {}),
