@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from concept_eraser.concepts.known import KindName
 from concept_eraser.concepts.plan import BUNDLED, make_plan
+from concept_eraser.evaluation import retraining
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import cascade as cascades
-from concept_eraser.evaluation.attacks import runner
+from concept_eraser.evaluation.attacks import controlled, runner
 from concept_eraser.evaluation.attacks.cascade import CascadeCampaign as CascadeCampaign
 from concept_eraser.evaluation.attacks.runner import Campaign as Campaign
 from concept_eraser.evaluation.base import Evaluation as Evaluation
+from concept_eraser.evaluation.never_learned import NeverLearned, RetrainingGap, read_record
 from concept_eraser.evaluation.suite import PromptEvaluation as PromptEvaluation
 from concept_eraser.exporting.formats import export as export
 from concept_eraser.exporting.hub import push_to_hub as push_to_hub
@@ -422,6 +424,7 @@ def evaluate(
     metrics: Sequence[keywords.MetricSource] | None = ...,
     n: int | None = ...,
     guard: str | Guard | None = ...,
+    control: ModelSource | Sequence[ModelSource] | None = ...,
     output: str | Path | None = ...,
     allow_pickle: bool = ...,
     allow_code: bool = ...,
@@ -443,6 +446,7 @@ def evaluate(
     metrics: Sequence[keywords.MetricSource] | None = ...,
     n: int | None = ...,
     guard: str | Guard | None = ...,
+    control: ModelSource | Sequence[ModelSource] | None = ...,
     output: str | Path | None = ...,
     allow_pickle: bool = ...,
     allow_code: bool = ...,
@@ -463,6 +467,7 @@ def evaluate(
     metrics: Sequence[keywords.MetricSource] | None = None,
     n: int | None = None,
     guard: str | Guard | None = None,
+    control: ModelSource | Sequence[ModelSource] | None = None,
     output: str | Path | None = None,
     allow_pickle: bool = False,
     allow_code: bool = False,
@@ -491,6 +496,9 @@ def evaluate(
         n: the largest number of images of each group. Only for prompts.
         guard: a safeguard while sampling, as kind:text, for example "negative:a star". Only for
             prompts.
+        control: a model that never learned the concept, or a list of them with different training
+            seeds. The result shows how far the erased model is from them (`control`). Only for
+            prompts.
         output: the folder of evaluation.json, and of evaluation.csv.xz with the outcome of each
             image. Only prompts have outcomes.
         allow_pickle: also load weights stored as pickles, which can execute code.
@@ -506,7 +514,8 @@ def evaluate(
     Raises:
         UserError: the suite, a judge or a metric is unknown, a judge does not know the concept, the
             data or a model are not available, or the folder cannot be written to or holds an
-            evaluation.json that this package did not write.
+            evaluation.json that this package did not write. Or a control has another tokenizer,
+            text encoder or VAE than the original.
 
     Example:
         >>> import concept_eraser
@@ -516,10 +525,10 @@ def evaluate(
     folder = _output_folder(output)
     evaluation: PromptEvaluation | LabelledEvaluation
     if write.is_labelled(model):
-        if any(value is not None for value in (suite, n, guard)):
+        if any(value is not None for value in (suite, n, guard, control)):
             raise UserError(
                 f"{model} is a run on labelled data, which no suite of prompts measures; "
-                "leave out --suite, -n and --guard"
+                "leave out --suite, -n, --guard and --control"
             )
         if any(value is not None for value in (judge, second_judge, metrics)):
             raise UserError(
@@ -541,9 +550,15 @@ def evaluate(
     suite_matching.require_kept(suite_matching.recipe_of(model), protocol)
     with _results(folder, "evaluation", "evaluation.json", "evaluation.csv.xz"):
         original, erased_model = _pair(model, before, allow_pickle, guard)
+        controls = _controls(control, original, allow_pickle)
+        retraining.require_comparable(controls, original, protocol)
         evaluation = suites.evaluate(
             original, erased_model, protocol, cache=cache, progress=progress
         )
+        if controls:
+            evaluation = retraining.with_controls(
+                evaluation, original, erased_model, controls, cache=cache, progress=progress
+            )
         _save(evaluation, folder)
     return evaluation
 
@@ -591,6 +606,7 @@ def attack(
     cascade: Sequence[keywords.CascadeEntry] | Literal["default"] | None = None,
     each_family: bool = False,
     guard: str | Guard | None = None,
+    control: ModelSource | Sequence[ModelSource] | None = None,
     output: str | Path | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
@@ -617,6 +633,9 @@ def attack(
             attacks the prompts that none before has broken. Then leave out `name` and `options`.
         each_family: with a cascade, every family of attacks begins with all prompts.
         guard: a safeguard while sampling, as kind:text, for example "negative:a star".
+        control: a model that never learned the concept, or a list of them with different training
+            seeds. Each is attacked by the same protocol, without the safeguard. The result shows
+            how much more the attack recovers from the victim (`Campaign.controls`).
         output: a folder for attack.json, attack.csv.xz with the outcome of each image, and
             attack.png. An interrupted attack is continued there.
         allow_pickle: also load weights stored as pickles, which can execute code.
@@ -629,7 +648,8 @@ def attack(
 
     Raises:
         UserError: the attack, an option, the suite or the group is unknown, the folder holds
-            another attack, or a cascade and a single attack are both given.
+            another attack, or a cascade and a single attack are both given. Or a control has
+            another tokenizer, text encoder or VAE than the original.
 
     Example:
         >>> import concept_eraser
@@ -670,9 +690,14 @@ def attack(
     names = ("attack.json", "attack.csv.xz", "attack.png", "attempts.jsonl")
     with _results(folder, "attack", *names):
         original, victim = _pair(model, before, allow_pickle, guard)
-        run_attack: Any = runner.run if isinstance(work, runner.Protocol) else cascades.run
-        campaign: Campaign = run_attack(
-            work, victim, original, folder=folder, cache=cache, progress=progress
+        campaign = controlled.run(
+            work,
+            victim,
+            original,
+            controls=_controls(control, original, allow_pickle),
+            folder=folder,
+            cache=cache,
+            progress=progress,
         )
         if folder is not None and distributed.is_first():
             output_folder.claim(folder, "attack")
@@ -690,6 +715,7 @@ def report(
     run: str | Path | None = None,
     suite: keywords.SuiteSource | None = None,
     attacks: Sequence[str | Path] = (),
+    control: ModelSource | Sequence[ModelSource] | None = None,
     show_sensitive: bool = False,
     progress: Progress = silent,
     cache: Path | None = None,
@@ -706,6 +732,8 @@ def report(
         run: with an evaluation, the run folder. It adds the recipe, the curves and its attacks.
         suite: with a run folder, a suite in place of the one that it was evaluated with.
         attacks: more folders of attacks. Those in a run's own folder attacks/ are always shown.
+        control: with a run folder, a model that never learned the concept, or a list of them, as in
+            `evaluate`. The controls of the run's evaluation and of its attacks are always shown.
         show_sensitive: do not blur the images of a sensitive suite.
         progress: called as work advances.
         cache: a folder for generated images, in place of the user's cache.
@@ -730,13 +758,19 @@ def report(
     if isinstance(source, str | Path):
         if suite is not None or not write.has_numbers_only(Path(source)):
             run = Path(source)
-            source, path = _evaluate_again(run, path, suite, progress=progress, cache=cache)
-            suite = None
+            source, path = _evaluate_again(
+                run, path, suite, control=control, progress=progress, cache=cache
+            )
+            suite = control = None
         else:
             source = [source]
     if suite is not None:
         raise UserError(
             "--suite goes with one run; several runs are reported as they were evaluated"
+        )
+    if control is not None:
+        raise UserError(
+            "control goes with one run folder; give it to evaluate for every other evaluation"
         )
     if isinstance(source, PromptEvaluation):
         folder = Path(run) if run is not None else Path()
@@ -764,18 +798,21 @@ def _evaluate_again(
     path: str | Path | None,
     suite: keywords.SuiteSource | None,
     *,
+    control: ModelSource | Sequence[ModelSource] | None,
     progress: Progress,
     cache: Path | None,
 ) -> tuple[PromptEvaluation, Path]:
     """Evaluate a run by a suite, or again by the protocol of its evaluation.
 
+    Numbers of controls that the evaluation has already are not measured again.
+
     Returns the evaluation and the file of its page.
     """
     write.require_prompted(run)
-    folder, before, models = run, None, None
+    folder, before, models, gap = run, None, None, None
     if suite is None:
         content = run_results.read_evaluation(run)
-        models = content["models"]
+        models, gap = content["models"], content.get("control")
         before = models["before"].rsplit(" (", 1)[0]  # the original of that evaluation
         suite = {
             **content["protocol"],
@@ -788,12 +825,16 @@ def _evaluate_again(
         folder = run_results.place_for(run, protocol, name)
     place = Path(path or folder / "report.html")
     html.require_ours(place)
-    evaluation = evaluate(run, suite, before=before, progress=progress, cache=cache)
+    evaluation = evaluate(
+        run, suite, before=before, control=control, progress=progress, cache=cache
+    )
     if models is not None and evaluation.models != models:
         raise UserError(
             f"{run} was measured as {models}, but it now holds {evaluation.models}; "
             "evaluate it again"
         )
+    if gap is not None and control is None:
+        evaluation = replace(evaluation, control=RetrainingGap(**gap))
     return evaluation, place
 
 
@@ -822,6 +863,21 @@ def _pair(
         loaded_model.configure(recipe.model_options if recipe else {})
     _protect(after, guard)
     return original, after
+
+
+def _controls(
+    control: ModelSource | Sequence[ModelSource] | None, original: Model, allow_pickle: bool
+) -> list[NeverLearned]:
+    """Load the controls, with the options of the original."""
+    if control is None:
+        return []
+    sources = control if isinstance(control, list | tuple) else [control]
+    controls = []
+    for source in sources:
+        model = loading.load(source, allow_pickle=allow_pickle, base=original)
+        model.configure(original.configured())
+        controls.append(NeverLearned(model, read_record(source)))
+    return controls
 
 
 def _protect(model: Model, guard: str | Guard | None) -> None:

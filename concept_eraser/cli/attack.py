@@ -105,6 +105,16 @@ def attack(
             )
         ),
     ] = None,
+    control: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help=(
+                "a model that never learned the concept; it is attacked by the same protocol, and "
+                "the result shows how much more the attack recovers from the victim; may be given "
+                "several times, for several training seeds"
+            )
+        ),
+    ] = None,
     output: Annotated[
         Optional[Path],
         typer.Option(
@@ -142,6 +152,9 @@ def attack(
 
       concept-eraser attack runs/tiny_star_munba --cascade random_tokens,unlearn_diff,soft_prompt
       --set soft_prompt.steps=1000 -n 48
+
+      concept-eraser attack runs/tiny_star_munba -a soft_prompt
+      --control runs/tiny-controls/without-star-seed0
     """
     from concept_eraser import api
     from concept_eraser.cli.progress_bars import bars
@@ -173,6 +186,7 @@ def attack(
             cascade=_entries(cascade, settings or []) if cascade else None,
             each_family=each_family,
             guard=guard,
+            control=control or None,
             output=folder,
             allow_pickle=allow_pickle,
             progress=progress,
@@ -181,6 +195,7 @@ def attack(
         if cascade:
             _show_stages(result)
         summarise(result)
+        _show_controls(result)
         typer.echo(f"numbers: {folder / 'attack.json'}")
 
 
@@ -231,6 +246,32 @@ def _show_stages(results: Any) -> None:
                 f"{family:<38} {100 * rate['value']:5.1f} % "
                 f"[{100 * rate['low']:.1f}, {100 * rate['high']:.1f}]  n = {rate['n']}"
             )
+
+
+def _show_controls(results: Any) -> None:
+    """Print the excess recovery and the relearning savings against each control."""
+    from concept_eraser.evaluation.attacks.excess import describe_savings
+
+    for control in results.controls:
+        typer.echo(f"control: {control.model}")
+        rows = {"excess recovery": control.excess.get("asr")}
+        rows |= {f"excess by {family}": excess for family, excess in control.families.items()}
+        for title, excess in rows.items():
+            if excess is None:
+                continue
+            difference, rate = excess["difference"], excess["control"]["value"]
+            typer.echo(
+                f"{title:<38} {100 * difference['value']:+5.1f} points "
+                f"[{100 * difference['low']:+.1f}, {100 * difference['high']:+.1f}]  "
+                f"n = {difference['n']}; control {100 * rate:.1f} %"
+            )
+        for name, savings in control.savings.items():
+            typer.echo(f"relearning savings, {name}: {describe_savings(savings)}")
+    if mean := results.excess_over_controls():
+        typer.echo(
+            f"mean excess over {mean['seeds']} controls: {100 * mean['value']:+.1f} points "
+            f"[{100 * mean['low']:+.1f}, {100 * mean['high']:+.1f}]"
+        )
 
 
 def summarise(results: Any) -> None:

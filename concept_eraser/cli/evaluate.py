@@ -57,6 +57,15 @@ def evaluate(
             )
         ),
     ] = None,
+    control: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help=(
+                "a model that never learned the concept; the result shows how far the erased model "
+                "is from it; may be given several times, for several training seeds"
+            )
+        ),
+    ] = None,
     output: Annotated[
         Optional[Path],
         typer.Option(
@@ -96,6 +105,9 @@ def evaluate(
       --output check
 
       concept-eraser evaluate somebodys_lora.safetensors --before tiny-sd --suite tiny_star
+
+      concept-eraser evaluate runs/tiny_star_munba
+      --control runs/tiny-controls/without-star-seed0
     """
     from concept_eraser import api
     from concept_eraser.reporting.write import is_labelled
@@ -107,8 +119,16 @@ def evaluate(
                 "--second-judge"
             )
         folder = output or Path(model)
+        controls: Any = control or None
         numbers = api.evaluate(
-            model, suite, before=before, n=n, guard=guard, output=folder, allow_code=allow_code
+            model,
+            suite,
+            before=before,
+            n=n,
+            guard=guard,
+            control=controls,
+            output=folder,
+            allow_code=allow_code,
         )
         if distributed.is_first():
             _show_labelled(numbers)
@@ -121,6 +141,7 @@ def evaluate(
         n=n,
         second_judge=second_judge,
         guard=guard,
+        control=control,
         output=output,
         allow_pickle=allow_pickle,
         quiet=quiet,
@@ -142,6 +163,7 @@ def evaluate_run(
     n: int | None = None,
     second_judge: str | None = None,
     guard: str | None = None,
+    control: list[str] | None = None,
     output: Path | None = None,
     allow_pickle: bool = False,
     quiet: bool = False,
@@ -157,6 +179,7 @@ def evaluate_run(
         n: The largest number of images of a group.
         second_judge: A second judge, in place of the suite's.
         guard: A safeguard while sampling.
+        control: Models that never learned the concept.
         output: The folder of the results. None for the run folder, or a folder in it.
         allow_pickle: Also load pickled weights.
         quiet: Show no progress bars.
@@ -192,6 +215,7 @@ def evaluate_run(
                 second_judge=second_judge,
                 n=n,
                 guard=guard,
+                control=control or None,
                 allow_pickle=allow_pickle,
                 progress=progress,
             )
@@ -277,6 +301,29 @@ def summarise(evaluation: Any) -> None:
     for name, reason in evaluation.refused.items():
         console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
     console.print(verdict(evaluation), highlight=False, style="bold", soft_wrap=True)
+    if evaluation.control is not None:
+        _show_gap(evaluation.control)
+
+
+def _show_gap(gap: Any) -> None:
+    """Print how far the erased model is from the models that never learned the concept."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from concept_eraser.reporting.control_tables import gap_tables
+
+    console = Console()
+    for name in gap.models:
+        console.print(f"control: {name}", highlight=False, soft_wrap=True)
+    for rows in gap_tables(gap.as_dict()):
+        table = Table(title=rows.title, title_justify="left", box=None, header_style="bold")
+        for column in rows.columns:
+            table.add_column(column)
+        for row in rows.rows:
+            table.add_row(*row)
+        console.print(table)
+    for name, reason in gap.refused.items():
+        console.print(f"not measured: {name}: {reason}", highlight=False, soft_wrap=True)
 
 
 def compare(

@@ -28,6 +28,15 @@ def report(
         Optional[str],
         typer.Option(help="suite for one run (default: the one of its evaluation)"),
     ] = None,
+    control: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help=(
+                "a model that never learned the concept, for one run (default: the controls of its "
+                "evaluation); may be given several times"
+            )
+        ),
+    ] = None,
     output: Annotated[
         Optional[Path],
         typer.Option(
@@ -63,6 +72,7 @@ def report(
             output,
             suite=suite,
             attacks=attacks or (),
+            control=control or None,
             show_sensitive=show_sensitive,
             progress=progress,
         )

@@ -125,22 +125,55 @@ def _facts(path: Path) -> tuple[Any, ...]:
     try:
         status = path.stat()
     except (OSError, ValueError):
-        return (None, None, "")
+        return (None, None, "", "")
     return _read_facts(path, status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=4096)
 def _read_facts(path: Path, modification_time: int, size: int) -> tuple[Any, ...]:
-    """Read the rates of an evaluation, the seconds of a training, and the successes of an attack.
+    """Read the facts of an evaluation, a training or an attack.
 
-    Missing values are None, None and "".
+    They are the two rates, the seconds of a training, the successes of an attack, and the numbers
+    against a control. Missing values are None, None, "" and "".
     """
     try:
         content = migrate_results(read_json(path, limit=LARGEST))
     except UserError:
-        return (None, None, "")
+        return (None, None, "", "")
     successes = f"{content['broken']}/{content['n']}" if {"broken", "n"} <= content.keys() else ""
-    return (_shares(content), _number(content.get("seconds")), successes[:20])
+    seconds = _number(content.get("seconds"))
+    return (_shares(content), seconds, successes[:20], _against_control(content))
+
+
+def _against_control(content: dict[str, Any]) -> str:
+    """Return the excess recovery of an attack, or the gap to retraining of an evaluation.
+
+    The gap is the distance of the noise predictions from the never-learned model over that of the
+    original, on the first forget group. Returns "" without a control, and for damaged content.
+    """
+    try:
+        control = content["control"]
+        if "predictions" in control:
+            rows = [row for row in control["predictions"] if row["role"] == "forget"]
+            ratio = _number(rows[0]["relative_to_original"]["value"])
+            return "" if ratio is None else f"gap {ratio:.2f}"
+        first = control["models"][0]["excess"]["asr"]["difference"]
+        excess = _number(first["value"])
+        name = str(content["protocol"]["attack"])
+        return "" if excess is None else f"{name} {100 * excess:+.1f}"
+    except (TypeError, KeyError, IndexError, AttributeError):
+        return ""
+
+
+def _control_text(folder: Path) -> str:
+    """Return the numbers of a run against its controls: its evaluation, then its newest attacks."""
+    try:
+        names = sorted(os.listdir(folder / "attacks"))[-ATTACKS:]
+    except OSError:
+        names = []
+    files = [folder / "evaluation.json"]
+    files += [folder / "attacks" / name / "attack.json" for name in names]
+    return ", ".join(text for path in files if (text := _facts(path)[3]))
 
 
 def _attacks(folder: Path) -> list[str]:
@@ -173,7 +206,7 @@ def pareto(desk: Desk, name: str) -> str:
 
 def runs_table(desk: Desk) -> str:
     """Return the table of the local runs: concept, method, training time and numbers."""
-    rows = []
+    cells_by_run: list[list[str]] = []
     for name, folder in desk.library.folders().items():
         recipe = recipe_in(folder)
         if recipe is None:
@@ -194,22 +227,27 @@ def runs_table(desk: Desk) -> str:
             f"{shares[0]:.1f}" if shares else "",
             f"{shares[1]:.1f}" if shares else "",
             ", ".join(_attacks(folder)),
+            _control_text(folder),
         ]
-        rows.append("".join(f"<td>{escape(str(cell)[:CELL])}</td>" for cell in cells))
-    head = "".join(
-        f'<th scope="col">{h}</th>'
-        for h in (
-            "run",
-            "target",
-            "forgot",
-            "method",
-            "steps",
-            "training",
-            "concept rate %",
-            "retain accuracy %",
-            "attack successes",
-        )
-    )
+        cells_by_run.append(cells)
+    heads = [
+        "run",
+        "target",
+        "forgot",
+        "method",
+        "steps",
+        "training",
+        "concept rate %",
+        "retain accuracy %",
+        "attack successes",
+        "against a never-learned model",
+    ]
+    if not any(cells[-1] for cells in cells_by_run):  # no run has a control
+        heads, cells_by_run = heads[:-1], [cells[:-1] for cells in cells_by_run]
+    rows = [
+        "".join(f"<td>{escape(str(cell)[:CELL])}</td>" for cell in cells) for cells in cells_by_run
+    ]
+    head = "".join(f'<th scope="col">{h}</th>' for h in heads)
     if not rows:
         return '<p class="ce-quiet">There are no runs yet. New runs are listed here.</p>'
     return (

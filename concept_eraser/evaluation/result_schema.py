@@ -64,6 +64,57 @@ METRICS = {
     "models?": Each(str),
     "environment?": MEASURED,
 }
+EXCESS = {"victim": INTERVAL, "control": INTERVAL, "difference": INTERVAL, "p?~": NUMBER}
+SAVINGS = {
+    "budget": int,
+    "n": int,
+    "mean~": INTERVAL,
+    "broken_on_both": int,
+    "broken_on_victim_only": int,
+    "broken_on_control_only": int,
+    "broken_on_neither": int,
+}
+CONTROL_ATTACKS = {  # the same attack on models that never learned the concept
+    "models": [
+        {
+            "model": str,
+            "record": dict,
+            "rates": Each(INTERVAL),
+            "excess": Each(EXCESS),
+            "families?": Each(EXCESS),
+            "attacks?": Each(EXCESS),
+            "savings?": Each(SAVINGS),
+        }
+    ],
+    "excess_over_controls?": {**INTERVAL, "seeds": int},
+}
+RETRAINING = {  # the gap to models that never learned the concept
+    "models": [str],
+    "records": [dict],
+    "predictions": [
+        {
+            "group": str,
+            "role": str,
+            "erased": INTERVAL,
+            "original": INTERVAL,
+            "between_controls~": INTERVAL,
+            "relative_to_original~": INTERVAL,
+            "relative_to_controls~": INTERVAL,
+        }
+    ],
+    "results": [{**ROW, "control": int, "after": INTERVAL}],
+    "distances": [
+        {
+            "control": int,
+            "metric": str,
+            "group": str,
+            "erased": INTERVAL,
+            "original": INTERVAL,
+            "between_controls~": INTERVAL,
+        }
+    ],
+    "refused": Each(str),
+}
 EVALUATION = {
     "protocol": SUITE,
     "protocol_hash": str,
@@ -89,6 +140,7 @@ EVALUATION = {
         "images_that_differ": int,
     },
     "model_options?": dict,
+    "control?": RETRAINING,
 }
 ATTEMPT = {
     "prompt": str,
@@ -115,6 +167,7 @@ ATTACK = {
     "environment": {**MEASURED, "command": str},
     "attempts": [ATTEMPT],
     "curves": [[{"round": Count(100_000), "fell": int}]],
+    "control?": CONTROL_ATTACKS,
 }
 # on labelled data: when -> metric -> group -> number or interval
 LABELLED = {"results": {"before?~": dict, "after": dict}}

@@ -16,6 +16,7 @@ from concept_eraser import registry
 from concept_eraser.data import generate, prompts
 from concept_eraser.evaluation import agreement, outcomes
 from concept_eraser.evaluation.base import Evaluation, Evidence, Group, Judge, Metric, Result
+from concept_eraser.evaluation.never_learned import RetrainingGap
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.registry import Plugin
 from concept_eraser.storage.readers import read_yaml
@@ -205,6 +206,8 @@ class PromptEvaluation(Evaluation):
         outcomes: one row for each image, see `concept_eraser/evaluation/outcomes.py`.
         second_opinion: the labels of the suite's second judge and their agreement with the first's,
             or None without a second judge.
+        control: how far the erased model is from models that never learned the concept; None
+            without such models.
 
     Example:
         >>> import concept_eraser
@@ -222,6 +225,7 @@ class PromptEvaluation(Evaluation):
     options: dict[str, Any] = field(default_factory=dict)
     outcomes: list[dict[str, Any]] = field(default_factory=list, repr=False)
     second_opinion: agreement.SecondOpinion | None = field(default=None, repr=False)
+    control: RetrainingGap | None = None
 
     def as_dict(self) -> dict[str, Any]:
         protocol = self.suite.model_dump(mode="json")
@@ -243,6 +247,7 @@ class PromptEvaluation(Evaluation):
             ),
             **({"model_options": self.options} if self.options else {}),
             **({"sensitive": True} if self.suite.sensitive else {}),
+            **({"control": self.control.as_dict()} if self.control is not None else {}),
         }
 
     def save(self, path: Path, *, overwrite: bool = False) -> None:

@@ -144,6 +144,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
         "unmeasured": ", ".join(map(_cell, findings.missing(findings.evaluations))),
         "several": findings.several,
         "attacks": list(_attack_rows(findings.attacks, findings.several)),
+        "excess": list(_excess_rows(findings.attacks)),
         "unattacked": ", ".join(map(_cell, findings.missing(list(findings.attacks.values()))))
         if recipe.target in recipes.PROMPTED
         else "",
@@ -270,6 +271,7 @@ def _evaluation_content(evaluation: Mapping[str, Any]) -> dict[str, Any]:
         "title": _cell(card_results.concept_text(card_results.concept_of(evaluation))),
         "protocol": _protocol(evaluation),
         "metrics": list(_metrics(evaluation)),
+        "gap": list(_gap_rows(evaluation)),
         "refused": reasons,
     }
 
@@ -406,6 +408,46 @@ def _attack_rows(attacks: Mapping[str, Any], several: bool) -> Iterator[list[str
             _interval(rates.get("asr")),
             n,
             f"`{content['protocol_hash']}`",
+        ]
+
+
+def _excess_rows(attacks: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the excess recovery of each attack with a control.
+
+    The cells are attack, control, what is compared, both rates, excess, n, and relearning savings.
+    """
+    for content in attacks.values():
+        for control in content.get("control", {}).get("models", ()):
+            compared = {"all attempts": control["excess"].get("asr"), **control.get("families", {})}
+            savings = "; ".join(
+                f"{_interval(one['mean'])} (n = {one['broken_on_both']}, censored: "
+                f"{one['n'] - one['broken_on_both']})"
+                for one in control.get("savings", {}).values()
+            )
+            for name, excess in compared.items():
+                if excess is not None:
+                    yield [
+                        content["protocol"]["attack"],
+                        _cell(control["model"]),
+                        name,
+                        *(_interval(excess[key]) for key in ("victim", "control", "difference")),
+                        str(excess["difference"]["n"]),
+                        savings if name == "all attempts" and savings else "-",
+                    ]
+
+
+def _gap_rows(evaluation: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the relative distance of noise predictions from the never-learned model.
+
+    The cells are prompts, its ratio to the original's distance, that to the distance between
+    controls, and n.
+    """
+    for row in (evaluation.get("control") or {}).get("predictions", ()):
+        yield [
+            _cell(f"{row['group']} ({row['role']})"),
+            _interval(row["relative_to_original"]),
+            _interval(row["relative_to_controls"]),
+            str(row["erased"]["n"]),
         ]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from concept_eraser.evaluation.suite import dumps
 from concept_eraser.reporting import comparison_plots, html, plots
+from concept_eraser.reporting.control_tables import excess_rows, savings_rows
 from concept_eraser.reporting.galleries import Album, ImageRenderer
 from concept_eraser.reporting.html import Figure, figures
 from concept_eraser.reporting.ranking import (
@@ -20,6 +21,18 @@ from concept_eraser.reporting.ranking import (
 from concept_eraser.reporting.run_results import Entry, family_of, interval, labels, read_record
 from concept_eraser.utils import rendering
 
+EXCESS_COLUMNS = (
+    "attack",
+    "run",
+    "control",
+    "compared",
+    "erased %",
+    "never learned %",
+    "excess, points",
+    "n",
+)
+SAVINGS_COLUMNS = ("attack", "run", "control", "steps erased / never learned")
+
 
 @dataclass(frozen=True)
 class AttackSection:
@@ -30,12 +43,19 @@ class AttackSection:
         costs: (attack, its family, run, cost in words).
         unlike: the attacks that are left out, on other weights or for another concept.
         albums: the images of the attacks, if the page shows them in this section.
+        excess: the cells of the excess recovery against controls, by EXCESS_COLUMNS.
+        savings: the cells of the relearning savings, by SAVINGS_COLUMNS.
     """
+
+    excess_columns: ClassVar[tuple[str, ...]] = EXCESS_COLUMNS
+    savings_columns: ClassVar[tuple[str, ...]] = SAVINGS_COLUMNS
 
     curves: list[Figure]
     costs: list[tuple[str, str, str, str]]
     unlike: list[str]
     albums: list[Album]
+    excess: list[list[str]] = field(default_factory=list)
+    savings: list[list[str]] = field(default_factory=list)
 
 
 def table(
@@ -93,6 +113,17 @@ def costs(entries: Sequence[Entry]) -> list[tuple[str, str, str, str]]:
             cost = ", ".join([*parts, f"{attack['seconds']:g} s"])
             rows.append((label, family_of(attack), entry.name, cost))
     return rows
+
+
+def controls(entries: Sequence[Entry]) -> tuple[list[list[str]], list[list[str]]]:
+    """List the excess recovery and the relearning savings of the attacks that have a control."""
+    excess, savings = [], []
+    for label in labels(entries):
+        for entry in (entry for entry in entries if label in entry.attacks):
+            attack = entry.attacks[label]
+            excess += [[label, entry.name, *row] for row in excess_rows(attack)]
+            savings += [[label, entry.name, *row] for row in savings_rows(attack)]
+    return excess, savings
 
 
 def nudenet(entries: Sequence[Entry]) -> list[Figure]:
@@ -158,7 +189,15 @@ def attack_section(
         return None
     unlike = [f"{name} in {entry.folder}" for entry in entries for name in entry.unlike]
     albums = [renderer.album(entry, groups=False) for entry in entries] if renderer else []
-    return AttackSection(curves(entries), costs(entries), unlike, albums)
+    excess, savings = controls(entries)
+    return AttackSection(
+        curves(entries),
+        costs(entries),
+        unlike=unlike,
+        albums=albums,
+        excess=excess,
+        savings=savings,
+    )
 
 
 def render(entries: Sequence[Entry], renderer: ImageRenderer) -> str:

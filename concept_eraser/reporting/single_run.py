@@ -12,6 +12,7 @@ from concept_eraser.evaluation.base import Group, Result, is_share
 from concept_eraser.evaluation.statistics import Interval, interval_text
 from concept_eraser.evaluation.suite import PromptEvaluation, dumps
 from concept_eraser.reporting import html, plots
+from concept_eraser.reporting.control_tables import gap_tables
 from concept_eraser.reporting.html import Figure, figures
 from concept_eraser.reporting.run_results import RunFacts
 from concept_eraser.reporting.several_runs import AttackSection
@@ -209,6 +210,7 @@ def render(
         The text of the file.
     """
     content = evaluation.as_dict()
+    gap = content.get("control", {})
     hiding = html.blur_note(html.is_sensitive(content), show_sensitive)
     return render_template(
         "single_run.html",
@@ -220,6 +222,9 @@ def render(
         overall=_rows([r for r in evaluation.results if ":" not in r.group]),
         detail=_rows([r for r in evaluation.results if ":" in r.group]),
         refused=evaluation.refused,
+        gap=gap_tables(gap) if gap else [],
+        controls=gap.get("models", []),
+        gap_refused=gap.get("refused", {}),
         hiding=hiding,
         galleries=[_gallery(group, bool(hiding)) for group in evaluation.groups.values()],
         second_judge=second_judge(evaluation, bool(hiding)),

@@ -392,6 +392,27 @@ def test_results_are_those_of_the_repository(desk: Desk) -> None:
     assert "star" in results.runs_table(desk)
 
 
+def test_the_table_of_runs_has_a_column_for_controls_where_there_are_any(
+    desk: Desk, tmp_path: Path
+) -> None:
+    assert "never-learned" not in results.runs_table(desk)
+    attack = {
+        "protocol": {"attack": "soft_prompt"},
+        "control": {"models": [{"excess": {"asr": {"difference": {"value": 0.25}}}}]},
+    }
+    row = {"role": "forget", "relative_to_original": {"value": 0.5}}
+    files = {
+        "attacks/a/attack.json": attack,
+        "evaluation.json": {"control": {"predictions": [row]}},
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    assert results._control_text(tmp_path) == "gap 0.50, soft_prompt +25.0"
+    for damaged in ({"control": 3}, {"control": {"predictions": [3]}}, {"control": {"models": []}}):
+        assert results._against_control(damaged) == ""
+
+
 def test_curves_have_a_text_for_screen_readers() -> None:
     html = figures.curves(
         "Loss <x>", {"a": [(1, 0.5), (2, float("nan")), (3, 0.001)]}, "step", log=True

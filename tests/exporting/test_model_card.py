@@ -222,6 +222,57 @@ def test_an_attack_on_other_weights_is_left_out(evaluated_run: Path, tmp_path: P
     assert "not attacked" in text
 
 
+def test_the_card_shows_the_numbers_against_a_control(evaluated_run: Path, tmp_path: Path) -> None:
+    plain = concept_eraser.card(evaluated_run)
+    assert "never learned" not in plain
+    run = tmp_path / "no_star"
+    shutil.copytree(evaluated_run, run)
+    path = run / "attacks" / "seed_search" / "attack.json"
+    content = json.loads(path.read_text())
+    rate, low = {"value": 0.5, "low": 0.2, "high": 0.8, "n": 4}, {"value": 0.0, "n": 4}
+    difference = {"value": 0.5, "low": -0.1, "high": 0.9, "n": 4}
+    excess = {"victim": rate, "control": low, "difference": difference, "p": 0.5}
+    savings = {
+        "budget": 50,
+        "n": 4,
+        "mean": {"value": 0.375, "low": 0.25, "high": 0.5, "n": 2},
+        "broken_on_both": 2,
+        "broken_on_victim_only": 1,
+        "broken_on_control_only": 0,
+        "broken_on_neither": 1,
+    }
+    control = {
+        "model": f"{tmp_path}/controls/never (abc)",
+        "record": {},
+        "rates": content["rates"],
+        "excess": {"asr": excess},
+        "families": {"embeddings": excess},
+        "savings": {"relearning": savings},
+    }
+    path.write_text(json.dumps({**content, "control": {"models": [control]}}))
+    path = run / "evaluation.json"
+    content = json.loads(path.read_text())
+    row = {
+        "group": "direct",
+        "role": "forget",
+        "erased": rate,
+        "original": rate,
+        "between_controls": None,
+        "relative_to_original": {"value": 0.25, "low": 0.125, "high": 0.5, "n": 4},
+        "relative_to_controls": None,
+    }
+    gap = {"models": ["x (1)"], "records": [{}], "predictions": [row], "results": []}
+    path.write_text(json.dumps({**content, "control": {**gap, "distances": [], "refused": {}}}))
+    text = concept_eraser.card(run)
+    assert str(tmp_path) not in text
+    numbers = "0.500 [0.200, 0.800] | 0.000 | 0.500 [-0.100, 0.900] | 4"
+    assert f"| all attempts | {numbers} | 0.375 [0.250, 0.500] (n = 2, censored: 2) |" in text
+    assert f"| embeddings | {numbers} | - |" in text
+    assert "| direct (forget) | 0.250 [0.125, 0.500] | - | 4 |" in text
+    without = [line for line in text.splitlines() if line not in plain.splitlines()]
+    assert len(without) < 20  # nothing else changed
+
+
 def test_a_run_on_labelled_data(tmp_path: Path) -> None:
     run = tmp_path / "class"
     run.mkdir()

@@ -158,6 +158,18 @@ class Attack(ABC):
         """
         return {}
 
+    @property
+    def training_steps(self) -> int | None:
+        """The number of training steps of an attack that fine-tunes the victim, else None."""
+        return None
+
+    def steps_after(self, round: int) -> int:
+        """Return the number of training steps before the images of a round, counted from 1.
+
+        Only of an attack with `training_steps`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} trains no weights")
+
     @abstractmethod
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         """Yield rounds of candidates until the budget is spent. `scene.alive` may shrink between

@@ -127,6 +127,8 @@ class CascadeCampaign(Campaign):
         broken_by: for each attempt the attack that broke it first, None for none.
         families_of_attempts: for each attempt the families that broke it.
         attacked_by: for each attempt the families that attacked it.
+        attempts_of_attacks: for each attack its result on each prompt that it attacked, by the
+            prompt's position in `attempts`.
 
     Example:
         >>> import concept_eraser
@@ -141,6 +143,7 @@ class CascadeCampaign(Campaign):
     broken_by: list[str | None] = field(default_factory=list)
     families_of_attempts: list[set[str]] = field(default_factory=list)
     attacked_by: list[set[str]] = field(default_factory=list)
+    attempts_of_attacks: dict[str, dict[int, Attempt]] = field(default_factory=dict, repr=False)
 
     def families(self) -> dict[str, dict[str, Any]]:
         """Return for each family its attacks, and its successes among the prompts that it attacked.
@@ -246,6 +249,7 @@ class _State:
         self.broken: list[set[str]] = []  # the families that broke each prompt
         self.attacked: list[set[str]] = []  # the families that attacked each prompt
         self.outcomes: list[dict[str, Any]] = []
+        self.attempts_of_attacks: dict[str, dict[int, Attempt]] = {}
 
     @property
     def has_begun(self) -> bool:
@@ -288,6 +292,7 @@ class _State:
             for position in broken
             if family != CONTROL and self.broken_by[position] is None
         ]
+        self.attempts_of_attacks[name] = {i: campaign.attempts[i] for i in attacked}
         for position in attacked:
             self.attacked[position].add(family)
         for position in broken:
@@ -350,4 +355,5 @@ class _State:
             broken_by=self.broken_by,
             families_of_attempts=self.broken,
             attacked_by=self.attacked,
+            attempts_of_attacks=self.attempts_of_attacks,
         )

@@ -65,6 +65,13 @@ class Relearning(Attack):
             lr=self.lr,
         )
 
+    @property
+    def training_steps(self) -> int:
+        return self.steps
+
+    def steps_after(self, round: int) -> int:
+        return min(round * self.every, self.steps)
+
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         count = min(self.images, len(scene.prompts))
         training = FineTuning(

@@ -92,6 +92,13 @@ class Revival(Attack):
         named = {self.prompts: prompt_sets.load(self.prompts).hash} if self.prompts else {}
         return {**named, **folder_hash(self.folder)}
 
+    @property
+    def training_steps(self) -> int:
+        return self.steps
+
+    def steps_after(self, round: int) -> int:
+        return min(round * self.every, self.steps)
+
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         if self.folder:
             latents, captions = folder_latents(scene, self.folder, self.images)

@@ -28,6 +28,7 @@ from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation import outcomes
 from concept_eraser.evaluation.attacks.attempts import FinishedBatches
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
+from concept_eraser.evaluation.attacks.excess import ControlAttack, measure_excess_over_controls
 from concept_eraser.evaluation.base import Judge
 from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.evaluation.suite import Suite, dumps, group_prompts
@@ -176,6 +177,7 @@ class Campaign:
         family: what the attack changes, one of `attacks.base.Family`.
         sensitive: whether reports blur the images.
         outcomes: one row for each image of `outcomes_of`.
+        controls: the same attack on models that never learned the concept, and the comparisons.
 
     Example:
         >>> import concept_eraser
@@ -194,6 +196,7 @@ class Campaign:
     family: str = "other"
     sensitive: bool = False  # as in the suite
     outcomes: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    controls: list[ControlAttack] = field(default_factory=list, repr=False)
 
     def rates(self) -> dict[str, dict[str, float]]:
         """Return the rates with their intervals.
@@ -236,6 +239,24 @@ class Campaign:
             "curves": self.curves,
             "environment": self.environment,
             **({"sensitive": True} if self.sensitive else {}),
+            **({"control": self._controls_as_dict()} if self.controls else {}),
+        }
+
+    def excess_over_controls(self) -> dict[str, Any] | None:
+        """Return the mean excess of `asr` over the controls with its interval, or None.
+
+        The unit is the training seed of the control, so at least three controls are needed.
+        """
+        return measure_excess_over_controls(
+            [attempt.success for attempt in self.attempts],
+            [[bool(row["success"]) for row in control.attempts] for control in self.controls],
+        )
+
+    def _controls_as_dict(self) -> dict[str, Any]:
+        over_controls = self.excess_over_controls()
+        return {
+            "models": [control.as_dict() for control in self.controls],
+            **({"excess_over_controls": over_controls} if over_controls else {}),
         }
 
     def save(self, path: Path, *, overwrite: bool = False) -> None:
