@@ -73,7 +73,7 @@ def _kohya(folder: Path) -> str:
 def _commands(folder: Path, suites: list[str], measure: bool) -> str:
     suite = f" --suite {suites[0]}" if len(suites) > 1 else ""
     commands = [
-        f"concept-eraser attack {folder}{suite}",
+        f"concept-eraser attack {folder}{suite} -n 8 --set times=10",  # a fifth of the budget
         f"concept-eraser export {folder} --to single-file",
         f"concept-eraser push {folder} owner/name",
     ]
