@@ -197,6 +197,8 @@ def attack(
         summarise(result)
         _show_controls(result)
         typer.echo(f"numbers: {folder / 'attack.json'}")
+        if run_folder != Path() and folder.is_relative_to(run_folder):
+            typer.echo(f"images:  concept-eraser report {run_folder}")
 
 
 def _options(settings: list[str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Count:
 NUMBER = (int, float)
 ANY = object
 INTERVAL = {"value~": NUMBER, "low?~": NUMBER, "high?~": NUMBER, "n": int}
-GROUP = {"role": str, "prompts": (str, list), "n?~": int}
+GROUP = {"role": str, "prompts": (str, list, dict), "n?~": int}
 SUITE = {
     "concept": Each(str, single=True),
     "groups": Each(GROUP),

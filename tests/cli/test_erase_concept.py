@@ -34,6 +34,14 @@ def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_pa
     groups = read_json(folder / "evaluation.json")["protocol"]["groups"]
     assert [group["n"] for group in groups.values()] == [16] * 4
 
+    # an attack is in the page that `report` writes again, with the images that need no model
+    process = cli("attack", "runs/star", "-a", "random_tokens", "--set", "tries=1", "-n", "2", "-q")
+    assert process.returncode == 0, process.stderr
+    assert "images:  concept-eraser report runs/star" in process.stdout
+    process = cli("report", "runs/star", "-q")
+    assert process.returncode == 0, process.stderr
+    assert "random_tokens" in (folder / "report.html").read_text()
+
     # the recipe of the run repeats it, with its suite
     process = cli("erase", "runs/star/recipe.yaml", "-o", "again", "-q")
     assert process.returncode == 0, process.stderr
