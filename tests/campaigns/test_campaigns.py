@@ -182,8 +182,9 @@ def test_the_unchanged_corpus_is_read(tmp_path: Path) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_kills(place: Path) -> None:
-    """One kill with each signal."""
+    """One kill with each signal; `make faults` has fifty."""
     bench = faults.Bench(world.World(place))
     cases = faults.kills(bench, 3, 1, ["merge"])
     assert [case.problems for case in cases] == [[], [], []], cases
