@@ -11,7 +11,7 @@ from torch import Tensor
 from concept_eraser.methods import fisher as algebra
 from concept_eraser.methods.fisher import Fisher, Risk
 from concept_eraser.methods.gaussian_mechanism import sensitivity
-from concept_eraser.methods.natural_gradient import NaturalGradient
+from concept_eraser.methods.natural_gradient import NaturalGradient, proximal, proximal_step
 from tests.methods.test_natural_gradient import (
     coherent_errors,
     digits,
@@ -51,6 +51,47 @@ def test_eq36_the_printed_sign_of_the_remainder_is_wrong() -> None:
     size = float(remainder.norm())
     assert size > 0.01
     assert float((fisher - remainder - hessian).norm()) == pytest.approx(2 * size)
+
+
+def test_eqs38_39_the_printed_models_step_half_as_far_and_away() -> None:
+    """A quadratic model of the retained risk at theta has the minimiser theta - A^-1 g. Eqs. 38-39
+    print the linear term with the other sign and the quadratic one without its 1/2: theta + A^-1
+    g / 2. On ridge regression the first is the retrained model, and the second is worse than no
+    step.
+    """
+    x, y = regression()
+    m, ridge = 6, 0.1
+    start, target = ridge_solution(x, y, ridge), ridge_solution(x[m:], y[m:], ridge)
+    retained_x, retained_y = x[m:], y[m:]
+    hessian = retained_x.T @ retained_x / len(retained_x) + ridge * torch.eye(5, dtype=x.dtype)
+    gradient = (start @ retained_x.T - retained_y.T) @ retained_x / len(retained_x) + ridge * start
+
+    def minimiser(sign: float, factor: float) -> Tensor:
+        """Where the gradient of sign * <g, d> + factor * <d, A d> is zero."""
+        return start - torch.linalg.solve(2 * factor * hessian, sign * gradient.T).T
+
+    torch.testing.assert_close(minimiser(1.0, 0.5), target)
+    nothing = float((start - target).norm())
+    assert float((minimiser(-1.0, 1.0) - target).norm()) == pytest.approx(1.5 * nothing)
+
+
+def test_eqs61_63_the_printed_sign_moves_a_lasso_away() -> None:
+    """Eqs. 61-63 repeat the sign in the proof of the proximal form."""
+    x, y = regression(1, n=80, d=6, outputs=1)
+    penalty, m = 0.05, 20
+
+    def lasso(x: Tensor, y: Tensor) -> Tensor:
+        metric = x.T @ x / len(x)
+        return proximal(torch.linalg.solve(metric, x.T @ y / len(x))[:, 0], metric, penalty)
+
+    theta, target = lasso(x, y), lasso(x[m:], y[m:])
+    metric = x[m:].T @ x[m:] / (len(x) - m)
+    gradient = (x[m:].T @ (x[m:] @ theta[:, None] - y[m:]) / (len(x) - m))[:, 0]
+    nothing = float((theta - target).norm())
+    right = proximal_step(theta, metric, gradient, penalty)
+    printed = proximal_step(theta, metric, -gradient, penalty)
+    assert float((right - target).norm()) < 1e-10
+    assert float((printed - target).norm()) > 1.5 * nothing
 
 
 def error_rows(weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
