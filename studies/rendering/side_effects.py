@@ -117,16 +117,26 @@ def rate(correct: np.ndarray) -> Interval:
     return wilson(int(correct.sum()), len(correct))
 
 
-def cell(original: Content, result: Content, measured: str) -> Cell:
+def cell(original: Content, result: Content, measured: str) -> Cell | None:
     """Return the cell of an erased concept and a measured value.
 
-    The result is that of `matrix_key`. Raises ValueError as `hits`, and UserError for fewer than
-    two images.
+    Args:
+        original: The result of the untouched model.
+        result: The result of `matrix_key`.
+        measured: The value.
+
+    Returns:
+        The cell; None where fewer than two images count.
+
+    Raises:
+        ValueError: As `hits`.
     """
     erased = result["concept"]
     without = () if measured == erased else (erased,)
     before = hits(original, original, measured, without=without)
     after = hits(original, result, measured, without=without)
+    if len(before) < 2:
+        return None
     return Cell(
         erased,
         measured,
@@ -140,14 +150,15 @@ def cell(original: Content, result: Content, measured: str) -> Cell:
 def matrix(results: Mapping[str, Content], way: str) -> list[Cell]:
     """Return the cells of a method, by erased concept and measured value.
 
-    Erased concepts without a result are left out.
+    Erased concepts without a result are left out, and cells with fewer than two images.
     """
-    return [
+    cells = [
         cell(results[original_key("matrix")], results[key], measured)
         for erased in ATTRIBUTE
         if (key := matrix_key(way, erased)) in results
         for measured in ATTRIBUTE
     ]
+    return [one for one in cells if one is not None]
 
 
 def significant(cells: Sequence[Cell]) -> list[Cell]:
