@@ -30,9 +30,9 @@ interrupted run continues from its checkpoint, and its images from a cache in th
 with all intervals, as CSV.
 
 A full study takes about 5 hours on one core. With one process for each part, on one thread each, it
-takes about 3.3 hours on two cores. Both are estimates, from one small cell on one busy core: 193 s
-for a training of the default, 2 s for UCE, and 3.7 s for 44 images. The study has 34 trainings of
-each method, and 70 models with 1,760 images each.
+takes about 3.3 hours on two cores. Both are estimates, from small runs on one busy core: 193 s for
+a training of the default, 2 s for UCE, and 33 s for 352 images. The study has 34 trainings of each
+method, and 70 measurements of 1,760 images each.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ COMMAND = f"python -m studies.side_effects studies/configs/{STUDY}.yaml"
 ATTRIBUTE = {value: name for name, values in BY_ATTRIBUTE.items() for value in values}
 ENDS = ("value", "low", "high")
 LEVEL = 0.05  # of a p-value after Holm's correction
-# Orange and purple differ for every common type of colour blindness (ColorBrewer's PuOr).
+# A loss has less blue than red and green, a gain has more. So red-green colour blindness keeps the
+# difference, and each cell has its number with a sign.
 DIVERGING, SEQUENTIAL = "PuOr", "cividis"
 LIMIT = 30  # points at the ends of the diverging palette
 
@@ -454,6 +455,8 @@ def plot_matrix(cells: Mapping[str, Sequence[Cell]]) -> Any:
         image = axes.imshow(changes, cmap=DIVERGING, vmin=-LIMIT, vmax=LIMIT, aspect="auto")
         for row, column in np.ndindex(*changes.shape):
             value = float(changes[row, column])
+            if np.isnan(value):  # fewer than two images
+                continue
             is_dark = abs(value) > 0.6 * LIMIT
             is_framed = (erased[row], measured[column]) in framed
             axes.text(
@@ -494,7 +497,7 @@ def plot_sequence(rates: Mapping[str, tuple[Sequence[str], Sequence[Sequence[Int
         image = axes.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=100, aspect="auto")
         for place, column in zip(*np.nonzero(~np.isnan(values)), strict=True):
             value = values[place, column]
-            color = "black" if value > 60 else "white"
+            color = "black" if value > 45 else "white"
             axes.text(
                 column, place, f"{value:.0f}", ha="center", va="center", fontsize=8, color=color
             )

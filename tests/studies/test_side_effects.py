@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -359,6 +360,15 @@ def test_the_arithmetic_of_a_sequence() -> None:
     results["run_3"] = {**results["run_3"], "weights": {"start": "another", "end": "model 3"}}
     with pytest.raises(ValueError, match="run 3"):
         rendering.sequence(results, "default")
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.4])
+def test_the_palette_needs_no_difference_of_red_and_green(share: float) -> None:
+    """Losses and gains differ in blue against the mean of red and green."""
+    palette = matplotlib.colormaps[rendering.DIVERGING]
+    loss, gain = (palette(place)[:3] for place in (share, 1 - share))
+    assert loss[2] < (loss[0] + loss[1]) / 2
+    assert gain[2] > (gain[0] + gain[1]) / 2
 
 
 def test_the_page_and_its_figures(no_results: Path) -> None:
