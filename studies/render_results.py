@@ -30,6 +30,7 @@ from studies.rendering import (
     others,
     quickstart,
     several_concepts,
+    side_effects,
     studies,
 )
 from studies.rendering.common import current_label, load
@@ -98,6 +99,7 @@ def pages() -> dict[Path, str]:
         **guidance.PAGES,
         **one_line.PAGES,
         **conflict.PAGES,
+        **side_effects.PAGES,
     }
     for name, renderer in renderers.items():
         if Results(name):
@@ -125,6 +127,7 @@ def main() -> int:
         **others.figures(),
         **quickstart.figures(),
         **conflict.figures(),
+        **side_effects.figures(),
     }
     stale = {
         path: figure for path, figure in all_figures.items() if not figures.is_current(path, figure)
