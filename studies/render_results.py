@@ -26,6 +26,7 @@ from studies.rendering import (
     guidance,
     labelled,
     leaderboard,
+    location,
     one_line,
     others,
     quickstart,
@@ -98,6 +99,7 @@ def pages() -> dict[Path, str]:
         **guidance.PAGES,
         **one_line.PAGES,
         **conflict.PAGES,
+        **location.PAGES,
     }
     for name, renderer in renderers.items():
         if Results(name):
@@ -125,6 +127,7 @@ def main() -> int:
         **others.figures(),
         **quickstart.figures(),
         **conflict.figures(),
+        **location.figures(),
     }
     stale = {
         path: figure for path, figure in all_figures.items() if not figures.is_current(path, figure)
