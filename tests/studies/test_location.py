@@ -33,7 +33,7 @@ STUDY: dict[str, Any] = {
             "suite": {
                 "concept": {"shape": "star"},
                 "seed": 3,
-                "sampling": {"steps": 4, "batch_size": 32, "precision": "bf16"},
+                "sampling": {"steps": 2, "batch_size": 32, "precision": "bf16"},
                 "groups": {
                     "direct": {"prompts": "tiny_star", "role": "forget", "n": 9},
                     "retained": {"prompts": "tiny_rest", "role": "retain", "n": 9},
@@ -45,7 +45,7 @@ STUDY: dict[str, Any] = {
         }
     },
     "seed": 0,
-    "images": {"direct": 6, "retained": 6},
+    "images": {"direct": 4, "retained": 4},
     "ranges": 2,
     "probe": {"levels": [0.25, 0.75], "folds": 2, "shuffles": 2, "seed": 5},
 }
@@ -228,33 +228,49 @@ def bench_of(original: Any, erased_model: Any, images: dict[str, int]) -> locati
 
 
 def test_the_study_measures_continues_and_renders(
-    shared_tiny: Any, other: Any, no_results: Path
+    shared_tiny: Any, other: Any, no_results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    names = ["mid", "up_0", "cross_attention", "others"]
+    groups = exchange.weight_groups(shared_tiny.denoiser)
+    assert len(groups) == 8
+    monkeypatch.setattr(exchange, "weight_groups", lambda _: {name: groups[name] for name in names})
     bench = bench_of(shared_tiny, other, STUDY["images"])
     lines: list[str] = []
 
-    def measure(study: dict[str, Any]) -> list[str]:
+    def measure() -> list[str]:
         lines.clear()
-        location.measure(bench, study, "star", ["noisy"], lines.append)
+        location.measure(bench, STUDY, "star", ["noisy"], lines.append)
         return list(lines)
 
     fingerprints = dict(bench.fingerprints)
-    keys = measure(STUDY)
-    # 2 models; 8 groups and 2 ranges in both directions; the probe of 2 models and 1 control
-    assert len(keys) == 2 + 2 * (8 + 2) + 3
-    assert sorted(Results("location")) == sorted(keys)
-    assert measure(STUDY) == []
-    del Results("location")["star_blocks_original_noisy_mid"]
-    changed = {**STUDY, "probe": {**STUDY["probe"], "seed": 6}}
-    assert measure(changed) == [
-        "star_blocks_original_noisy_mid",
-        "star_probe_original",
-        "star_probe_noisy",
-        "star_probe_permuted",
+    keys = measure()
+    # 2 models; 4 groups and 2 ranges in both directions; the probe of 2 models and 1 control
+    assert len(keys) == 2 + 2 * (4 + 2) + 3
+    results = Results("location")
+    assert sorted(results) == sorted(keys)
+    assert measure() == []
+    del results["star_blocks_original_noisy_mid"]
+    older = results["star_steps_noisy_original_0"]
+    for name in ("models", "images", "suite_hash"):  # a result of another model or protocol
+        results["star_steps_noisy_original_0"] = {
+            **older,
+            "settings": {**older["settings"], name: "another"},
+        }
+        assert "star_steps_noisy_original_0" in measure()
+    assert results["star_steps_noisy_original_0"]["results"] == older["results"]
+    assert results["star_blocks_original_noisy_mid"]["kind"] == "blocks"
+    assert measure() == []
+    probe_settings = [
+        location.settings_of(
+            bench, {"probe": how}, {"prompt": prompt}, {"kind": "probe", "model": "noisy"}
+        )
+        for how in (STUDY["probe"], {**STUDY["probe"], "seed": 6})
+        for prompt in ("a star", "a heart")
     ]
+    assert probe_settings[0] == results["star_probe_noisy"]["settings"]
+    assert all(settings != probe_settings[0] for settings in probe_settings[1:])
     assert {n: generate.model_fingerprint(m) for n, m in bench.models.items()} == fingerprints
 
-    results = dict(Results("location"))
     own = results["star_whole_original"]
     assert rendering.rate(own, "concept_rate", "direct") is not None
     # the weights of no tensor are equal, and the rest of one is the other's cross-attention
@@ -267,15 +283,15 @@ def test_the_study_measures_continues_and_renders(
         rates = [rendering.rate(cell, rendering.STATED, "retained") for cell in pair]
         assert rates[0] == rates[1]
     steps = [results[f"star_steps_original_noisy_{low}"]["time_steps"] for low in (0, 500)]
-    assert [one["donor"] for one in steps] == [[1, 251], [501, 751]]
-    assert [one["recipient"] for one in steps] == [[501, 751], [1, 251]]
+    assert [one["donor"] for one in steps] == [[1], [501]]
+    assert [one["recipient"] for one in steps] == [[501], [1]]
     assert len(results["star_probe_original"]["rows"]) == 4
     for content in results.values():
         assert content["environment"]["commit"]
         assert content["settings"]["seed"] == 3
 
     page = rendering.page()
-    assert "| noisy model | down 1 | original |" in page
+    assert "| noisy model | up 0 | original |" in page
     assert "| permuted weights | unconditional |" in page
     assert "![exchanges and probe](location.plots.svg)" in page
     ((path, figure),) = rendering.figures().items()
@@ -284,12 +300,8 @@ def test_the_study_measures_continues_and_renders(
     rows = [one.axes for one in drawing.subfigs[0].subfigs]
     assert [len(axes) for axes in rows] == [1, 1, 2]
     assert [text.get_text() for text in rows[0][0].get_xticklabels()] == [
-        "down 0",
-        "down 1",
         "mid",
         "up 0",
-        "up 1",
-        "ends",
         "cross-att.",
         "others",
     ]
@@ -343,7 +355,7 @@ def test_the_command_loads_runs_and_the_controls_of_the_concept(
     assert erasures == ["run_1"]
     assert list(bench.models) == ["original", "run_1", "control_1"]
     assert bench.origins["control_1"]["without"] == {"shape": ["star"]}
-    assert bench.protocol["images"] == {"direct": 6, "retained": 6}
+    assert bench.protocol["images"] == {"direct": 4, "retained": 4}
 
     encoder = load(str(folders["run-1"]))
     with torch.no_grad():
