@@ -91,7 +91,7 @@ def _position(group: str) -> tuple[int, int]:
 
 
 @contextmanager
-def exchanged(recipient: Model, donor: Model, names: Sequence[str]) -> Iterator[None]:
+def exchange_weights(recipient: Model, donor: Model, names: Sequence[str]) -> Iterator[None]:
     """Give a model the donor's weights of some tensors of its denoiser inside the context.
 
     The recipient has its own weights afterwards, bit by bit, also after an error.
@@ -142,7 +142,7 @@ class Calls:
 
 
 @contextmanager
-def time_steps_of(recipient: Model, donor: Model, low: float, high: float) -> Iterator[Calls]:
+def exchange_time_steps(recipient: Model, donor: Model, low: float, high: float) -> Iterator[Calls]:
     """Let the donor's denoiser predict in a range of time steps inside the context.
 
     Prompts, latents and the sampler stay the recipient's.
@@ -166,11 +166,11 @@ def time_steps_of(recipient: Model, donor: Model, low: float, high: float) -> It
         predict = donor.denoiser.forward if is_in_range else own
         return predict(sample, timestep, *arguments, **options)
 
-    hidden = vars(network).get("forward")  # of another context around this one
+    outer_forward = vars(network).get("forward")  # of another context around this one
     network.forward = forward  # the attribute of this object hides the method of its class
     try:
         yield calls
     finally:
         del network.forward
-        if hidden is not None:
-            network.forward = hidden
+        if outer_forward is not None:
+            network.forward = outer_forward

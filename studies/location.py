@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
@@ -51,7 +51,7 @@ from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
 from studies import exchange
 from studies import probe as probes
-from studies.rendering import figures as rendered
+from studies.rendering import figures as figure_files
 from studies.rendering import location as rendering
 from studies.result_tables import Content, Results
 from studies.runs import clear, erased_model, recipe_of
@@ -217,12 +217,12 @@ def measure_blocks(bench: Bench, cell: Content) -> Content:
     before = bench.images_of(cell["recipient"])
     names = exchange.weight_groups(recipient.denoiser)[cell["group"]]
     own, other = (model.denoiser.state_dict() for model in (recipient, donor))
-    changed = [name for name in names if not torch.equal(own[name], other[name])]
-    with exchange.exchanged(recipient, donor, names):
+    different = [name for name in names if not torch.equal(own[name], other[name])]
+    with exchange.exchange_weights(recipient, donor, names):
         after = bench.generate(recipient)
     return {
         "tensors": len(names),
-        "different_tensors": len(changed),
+        "different_tensors": len(different),
         "results": bench.compare(before, after),
     }
 
@@ -234,7 +234,7 @@ def measure_steps(bench: Bench, cell: Content) -> Content:
     # no weights change, so the shared cache would return the recipient's own images
     with (
         tempfile.TemporaryDirectory() as folder,
-        exchange.time_steps_of(recipient, donor, *cell["range"]) as calls,
+        exchange.exchange_time_steps(recipient, donor, *cell["range"]) as calls,
     ):
         after = bench.generate(recipient, cache=Path(folder))
     return {
@@ -312,8 +312,8 @@ def measure(
     results, concept = Results(STUDY), study["concepts"][name]
     for key, cell in cells(bench, study, erasures).items():
         settings = settings_of(bench, study, concept, cell)
-        stored = results.get(f"{name}_{key}")
-        if stored is not None and stored["settings"] == settings:
+        previous = results.get(f"{name}_{key}")
+        if previous is not None and previous["settings"] == settings:
             continue
         match cell["kind"]:
             case "whole":
@@ -339,8 +339,8 @@ def bench_of(
     name: str,
     *,
     work: Path,
-    erased: list[Path] | None = None,
-    controls: list[Path] | None = None,
+    run_folders: Sequence[Path] = (),
+    controls: Sequence[Path] = (),
 ) -> tuple[Bench, list[str]]:
     """Load the models of a concept, and train the erasures that are not trained yet.
 
@@ -348,7 +348,7 @@ def bench_of(
         study: The configuration.
         name: The concept.
         work: The folder of the runs.
-        erased: Run folders in place of the configuration's erasures.
+        run_folders: Erased models in place of the configuration's erasures.
         controls: Folders of controls. Those of other concepts are left out.
 
     Returns:
@@ -363,11 +363,11 @@ def bench_of(
     models: dict[str, Model] = {}
     origins: dict[str, dict[str, Any]] = {ORIGINAL: {}}
     labels = {ORIGINAL: "original"}
-    for folder in erased or []:
+    for folder in run_folders:
         key = _name_of(folder)
         models[key] = api.load(str(folder))
         origins[key], labels[key] = {"run": folder.name}, folder.name
-    for key, entry in {} if erased else concept["erasures"].items():
+    for key, entry in {} if run_folders else concept["erasures"].items():
         recipe, folder = recipe_of(entry, {}, study["seed"]), work / f"{name}_{key}"
         clear(folder, recipe)
         run = api.erase(recipe, output=folder, resume=True)
@@ -381,7 +381,7 @@ def bench_of(
     texts = [text for group in suite.groups for text in suites.group_prompts(suite, group).texts]
     for key, model in models.items():
         _require_same_parts(model, original, labels[key])
-    for folder in controls or []:
+    for folder in controls:
         control = NeverLearned(api.load(str(folder)), read_record(folder))
         ((attribute, value),) = suite.concept.items()
         if control.record and value not in control.record.get("without", {}).get(attribute, ()):
@@ -435,7 +435,7 @@ def write_figures(folder: Path) -> list[Path]:
     paths = []
     for name, figure in rendering.figures_by_erasure(Results(STUDY)).items():
         paths.append(folder / f"{name}.svg")
-        rendered.write(paths[-1], figure)
+        figure_files.write(paths[-1], figure)
     return paths
 
 
@@ -456,15 +456,15 @@ def main() -> None:
         return
     study = yaml.safe_load(args.study.read_text())
     concepts = parse_names(parser, "concepts", args.concepts, study["concepts"])
-    erased, controls = (
+    run_folders, controls = (
         [Path(name) for name in text.split(",") if name] for text in (args.erased, args.controls)
     )
-    if erased and len(concepts) != 1:
+    if run_folders and len(concepts) != 1:
         parser.error("--erased: name the one concept of these runs with --concepts")
     for name in concepts:
         try:
             bench, erasures = bench_of(
-                study, name, work=args.work, erased=erased, controls=controls
+                study, name, work=args.work, run_folders=run_folders, controls=controls
             )
             measure(bench, study, name, erasures, lambda key: print(key, flush=True))
         except UserError as error:

@@ -160,8 +160,8 @@ def probe_table(contents: Sequence[Content]) -> str:
     rows = [["model", "prompt", *(f"t = {t}: accuracy %; shuffled %" for t in times)]]
     for one in probes:
         for prompt in dict.fromkeys(row["prompt"] for row in one["rows"]):
-            found = {row["time_step"]: row for row in one["rows"] if row["prompt"] == prompt}
-            rows.append([labels[one["model"]], prompt, *(_probe_text(found[t]) for t in times)])
+            at = {row["time_step"]: row for row in one["rows"] if row["prompt"] == prompt}
+            rows.append([labels[one["model"]], prompt, *(_probe_text(at[t]) for t in times)])
     return table(rows)
 
 

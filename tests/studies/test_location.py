@@ -103,9 +103,9 @@ def test_exchanging_all_weights_gives_the_other_model_and_none_gives_its_own(
         exchange.layer_groups(shared_tiny.denoiser),
     ):
         every = [name for group in groups.values() for name in group]
-        with exchange.exchanged(shared_tiny, other, every):
+        with exchange.exchange_weights(shared_tiny, other, every):
             assert torch.equal(images_of(shared_tiny), own_images[1])
-    with exchange.exchanged(shared_tiny, other, []):
+    with exchange.exchange_weights(shared_tiny, other, []):
         assert torch.equal(images_of(shared_tiny), own_images[0])
 
 
@@ -114,9 +114,9 @@ def test_one_group_gives_a_model_between_the_two(
 ) -> None:
     """The cross-attention of A in B is the rest of B in A: both are one model."""
     groups = exchange.layer_groups(shared_tiny.denoiser)
-    with exchange.exchanged(shared_tiny, other, groups["cross_attention"]):
+    with exchange.exchange_weights(shared_tiny, other, groups["cross_attention"]):
         one = images_of(shared_tiny)
-    with exchange.exchanged(other, shared_tiny, groups["others"]):
+    with exchange.exchange_weights(other, shared_tiny, groups["others"]):
         assert torch.equal(images_of(other), one)
     assert not torch.equal(one, own_images[0])
     assert not torch.equal(one, own_images[1])
@@ -127,13 +127,16 @@ def test_both_models_have_their_weights_after_an_exchange_and_after_an_error(
 ) -> None:
     before = [generate.model_fingerprint(model) for model in (shared_tiny, other)]
     groups = exchange.weight_groups(shared_tiny.denoiser)
-    with exchange.exchanged(shared_tiny, other, groups["mid"]):
+    with exchange.exchange_weights(shared_tiny, other, groups["mid"]):
         during = generate.model_fingerprint(shared_tiny)
-    with pytest.raises(KeyboardInterrupt), exchange.exchanged(shared_tiny, other, groups["up_0"]):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        exchange.exchange_weights(shared_tiny, other, groups["up_0"]),
+    ):
         raise KeyboardInterrupt
     with (
         pytest.raises(UserError, match="differ in no_tensor"),
-        exchange.exchanged(shared_tiny, other, ["conv_in.weight", "no_tensor"]),
+        exchange.exchange_weights(shared_tiny, other, ["conv_in.weight", "no_tensor"]),
     ):
         pass
     assert during not in before
@@ -145,7 +148,7 @@ def test_a_range_of_all_time_steps_gives_the_other_models_images(
 ) -> None:
     images = []
     for low, high, donor_steps in ((0, 1000, 2), (0, 0, 0), (0, 500, 1), (500, 1000, 1)):
-        with exchange.time_steps_of(shared_tiny, other, low, high) as calls:
+        with exchange.exchange_time_steps(shared_tiny, other, low, high) as calls:
             images.append(images_of(shared_tiny))
         assert len(calls.donor) == donor_steps
         assert len(calls.recipient) == 2 - donor_steps
@@ -154,7 +157,10 @@ def test_a_range_of_all_time_steps_gives_the_other_models_images(
     assert torch.equal(images[0], own_images[1])
     assert torch.equal(images[1], own_images[0])
     assert not any(torch.equal(one, own) for one in images[2:] for own in own_images)
-    with pytest.raises(KeyboardInterrupt), exchange.time_steps_of(shared_tiny, other, 0, 1000):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        exchange.exchange_time_steps(shared_tiny, other, 0, 1000),
+    ):
         raise KeyboardInterrupt
     assert "forward" not in vars(shared_tiny.denoiser)
     assert torch.equal(images_of(shared_tiny), own_images[0])
@@ -163,8 +169,8 @@ def test_a_range_of_all_time_steps_gives_the_other_models_images(
 def test_a_context_inside_another_restores_the_outer_one(
     shared_tiny: Any, other: Any, own_images: tuple[Tensor, Tensor]
 ) -> None:
-    with exchange.time_steps_of(shared_tiny, other, 0, 1000):
-        with exchange.time_steps_of(shared_tiny, other, 0, 0):
+    with exchange.exchange_time_steps(shared_tiny, other, 0, 1000):
+        with exchange.exchange_time_steps(shared_tiny, other, 0, 0):
             pass
         assert torch.equal(images_of(shared_tiny), own_images[1])
 
