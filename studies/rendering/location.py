@@ -20,6 +20,7 @@ COMMAND = f"python -m studies.location studies/configs/{STUDY}.yaml"
 ORIGINAL, PERMUTED, CONTROL = "original", "permuted", "control"
 STATED = "accuracy_stated"  # the share of images with every attribute that the prompt states
 FORGET, RETAIN = "direct", "retained"
+RATES = (("concept_rate", FORGET), ("no_object_rate", FORGET), (STATED, RETAIN))
 # Okabe and Ito's palette for colour-blind readers; each series also has a marker of its own
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -129,23 +130,25 @@ def whole_table(contents: Sequence[Content]) -> str:
 def exchange_table(contents: Sequence[Content], kind: str) -> str:
     """Return a row for each exchange of weights ("blocks") or time steps ("steps")."""
     labels = labels_of(contents)
-    head = ["model", "with", "of", "concept rate %", "no-object rate %", "retain accuracy %"]
+    size = {"blocks": "different tensors", "steps": "steps of the sampler"}[kind]
+    head = ["model", "with", "of", size, "concept rate %", "no-object rate %", "retain accuracy %"]
     rows = [head]
     for one in sorted((one for one in contents if one["kind"] == kind), key=_place):
         models = [labels[one[key]] for key in ("recipient", "donor")]
-        rows.append([models[0], _category(one), models[1], *_rates(one)])
+        rows.append([models[0], _category(one), models[1], _size(one), *_rates(one)])
     return table(rows)
 
 
+def _size(content: Content) -> str:
+    """Return how much was exchanged: tensors that differ, or steps of the sampler."""
+    if content["kind"] == "blocks":
+        return f"{content['different_tensors']} of {content['tensors']}"
+    donor, recipient = (len(content["time_steps"][key]) for key in ("donor", "recipient"))
+    return f"{donor} of {donor + recipient}"
+
+
 def _rates(content: Content) -> list[str]:
-    return [
-        share(rate(content, metric, group))
-        for metric, group in (
-            ("concept_rate", FORGET),
-            ("no_object_rate", FORGET),
-            (STATED, RETAIN),
-        )
-    ]
+    return [share(rate(content, metric, group)) for metric, group in RATES]
 
 
 def probe_table(contents: Sequence[Content]) -> str:
@@ -181,7 +184,7 @@ def _probe_text(row: Mapping[str, Any]) -> str:
 
 
 def draw_exchange(place: Any, contents: Sequence[Content], kind: str) -> None:
-    """Draw concept rate and retain accuracy of each exchange, one panel for each pair of models.
+    """Draw the rates of each exchange, one panel for each pair of models.
 
     Args:
         place: A figure, or a part of one.
@@ -193,50 +196,56 @@ def draw_exchange(place: Any, contents: Sequence[Content], kind: str) -> None:
     all_axes = place.subplots(1, len(pairs), squeeze=False, sharey=True)[0]
     for axes, pair in zip(all_axes, pairs, strict=True):
         for number, (recipient, donor) in enumerate((pair, pair[::-1])):
+            models = (recipient, donor)
             cells = sorted(
                 (
                     one
                     for one in contents
-                    if one["kind"] == kind
-                    and (one["recipient"], one["donor"]) == (recipient, donor)
+                    if one["kind"] == kind and (one["recipient"], one["donor"]) == models
                 ),
                 key=_place,
             )
-            positions = [index + 0.24 * (number - 0.5) for index in range(len(cells))]
-            name = f"{labels[recipient]}, part of {labels[donor]}"
-            color, marker = COLORS[number], MARKERS[number]
-            _points(
-                axes,
-                positions,
-                [rate(one, "concept_rate", FORGET) for one in cells],
-                color=color,
-                marker=marker,
-                label=f"{name}: concept rate",
-            )
-            _points(
-                axes,
-                [x + 0.1 for x in positions],
-                [rate(one, STATED, RETAIN) for one in cells],
-                color=color,
-                marker=marker,
-                label=f"{name}: retain accuracy",
-                hollow=True,
-            )
+            _draw_direction(axes, cells, number, labels[recipient])
             own = rate(whole[recipient], "concept_rate", FORGET)
             if own is not None:
-                axes.axhline(
-                    100 * own.value,
-                    color=color,
-                    lw=0.9,
-                    ls=(":", "--")[number],
-                    label=f"{labels[recipient]}, whole: concept rate",
-                )
-            axes.set_xticks(range(len(cells)), [_category(one) for one in cells], rotation=30)
+                label, style = f"{labels[recipient]}: concept rate", (":", "--")[number]
+                axes.axhline(100 * own.value, color=COLORS[number], lw=0.9, ls=style, label=label)
+            axes.set_xticks(range(len(cells)), [_category(one) for one in cells])
         title = {"blocks": "exchanged weights", "steps": "exchanged time steps"}[kind]
         axes.set_title(f"{title}: {labels[pair[0]]} and {labels[pair[1]]}", fontsize="medium")
         axes.set(ylim=(-3, 103))
-        axes.legend(frameon=False, fontsize="xx-small", loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.tick_params(axis="x", labelsize="small")
+        axes.legend(
+            frameon=False,
+            fontsize="x-small",
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.12),
+            ncols=2,
+        )
     all_axes[0].set_ylabel("% of images")
+
+
+def _draw_direction(axes: Any, cells: Sequence[Content], number: int, label: str) -> None:
+    """Draw the three rates of the exchanges in one direction, the first or the second."""
+    middle = [index + 0.36 * (number - 0.5) for index in range(len(cells))]
+    style: dict[str, Any] = {"color": COLORS[number], "marker": MARKERS[number]}
+    name = f"{label} with a part of the other"
+    concept, blank, retain = (
+        [rate(one, metric, group) for one in cells] for metric, group in RATES
+    )
+    _points(axes, [x - 0.09 for x in middle], concept, label=f"{name}: concept rate", **style)
+    _points(axes, [x + 0.09 for x in middle], retain, hollow=True, label="retain accuracy", **style)
+    # a low concept rate is no erasure where the images have no object
+    shown = [(x, 100 * value.value) for x, value in zip(middle, blank, strict=True) if value]
+    axes.scatter(
+        [x for x, _ in shown],
+        [y for _, y in shown],
+        color=COLORS[number],
+        marker=("x", "+")[number],
+        s=22,
+        lw=1,
+        label="no-object rate",
+    )
 
 
 def _points(
@@ -304,7 +313,7 @@ def draw_probe(place: Any, contents: Sequence[Content]) -> None:
                 label=labels[model],
             )
         axes.set_title(f"probe of the mid-block, {prompt} prediction", fontsize="medium")
-        axes.set(xlabel="time step of the noise", ylim=(30, 103))
+        axes.set(xlabel="time step of the noise", ylim=(20, 103))
         axes.legend(frameon=False, fontsize="x-small", loc="lower left")
     all_axes[0].set_ylabel("accuracy, %")
 

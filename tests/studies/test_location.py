@@ -296,8 +296,10 @@ def test_the_study_measures_continues_and_renders(
         assert content["environment"]["commit"]
         assert content["settings"]["seed"] == 3
 
+    up = len(groups["up_0"])
     page = rendering.page()
-    assert "| noisy model | up 0 | original |" in page
+    assert f"| noisy model | up 0 | original | {up} of {up} |" in page
+    assert "| noisy model | 0 to 500 | original | 1 of 2 |" in page
     assert "| permuted weights | unconditional |" in page
     assert "![exchanges and probe](location.plots.svg)" in page
     ((path, figure),) = rendering.figures().items()
