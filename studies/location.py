@@ -269,7 +269,7 @@ def measure_probe(
         noise = torch.randn(latents.shape, generator=generator).to(latents.device)
         for name, text in zip(PROMPTS, ("", concept["prompt"]), strict=True):
             condition = model.null() if not text else model.encode([text])
-            features = probes.activations(model, latents, noise, t, condition)
+            features = probes.activations(model, latents, noise, t=t, condition=condition)
             result = probes.probe(
                 features, labels, folds=how["folds"], shuffles=how["shuffles"], seed=how["seed"]
             )
@@ -466,7 +466,7 @@ def main() -> None:
             bench, erasures = bench_of(
                 study, name, work=args.work, run_folders=run_folders, controls=controls
             )
-            measure(bench, study, name, erasures, lambda key: print(key, flush=True))
+            measure(bench, study, name, erasures, report=lambda key: print(key, flush=True))
         except UserError as error:
             parser.error(str(error))
 

@@ -320,6 +320,36 @@ def test_the_study_measures_continues_and_renders(
     assert figures.is_current(written, rendering.figures_by_erasure(results)["star_noisy"])
 
 
+def test_the_probe_has_as_many_images_with_the_concept_as_without(
+    shared_tiny: Any, other: Any
+) -> None:
+    """The judge sees a star in two of three direct images, and in one of three others."""
+    bench = bench_of(shared_tiny, other, {"direct": 3, "retained": 3})
+    generator = torch.Generator().manual_seed(0)
+    size = (3, 64, 64, 3)
+    images = {
+        name: torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+        for name in ("direct", "retained")
+    }
+    answers = {"direct": ["circle", "star", "star"], "retained": ["star", "house", "circle"]}
+
+    class Judge:
+        def classify(self, some: Tensor) -> dict[str, np.ndarray]:
+            name = next(name for name, own in images.items() if torch.equal(own, some))
+            return {"shape": np.array(answers[name])}
+
+    bench.judge = Judge()
+    bench._images["original"] = images
+    latents, labels = location.probe_images(bench)
+    assert labels.tolist() == [True, True, False, False]
+    pixels = torch.cat([images["direct"][1:], images["retained"][1:]])
+    expected = shared_tiny.encode_images(pixels.permute(0, 3, 1, 2).float() / 127.5 - 1)
+    assert torch.equal(latents, expected)
+    answers["direct"] = ["circle"] * 3
+    with pytest.raises(UserError, match="generates no image with the concept"):
+        location.probe_images(bench)
+
+
 def test_without_results_there_is_no_page_and_no_figure(no_results: Path) -> None:
     assert rendering.figures() == {}
     assert not any(path.name == "location.md" for path in render_results.pages())
