@@ -26,6 +26,7 @@ from studies.rendering import (
     guidance,
     labelled,
     leaderboard,
+    location,
     one_line,
     others,
     quickstart,
@@ -100,6 +101,7 @@ def pages() -> dict[Path, str]:
         **one_line.PAGES,
         **conflict.PAGES,
         **side_effects.PAGES,
+        **location.PAGES,
     }
     for name, renderer in renderers.items():
         if Results(name):
@@ -128,6 +130,7 @@ def main() -> int:
         **quickstart.figures(),
         **conflict.figures(),
         **side_effects.figures(),
+        **location.figures(),
     }
     stale = {
         path: figure for path, figure in all_figures.items() if not figures.is_current(path, figure)
