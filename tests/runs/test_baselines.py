@@ -539,13 +539,13 @@ def test_empty_prompts_preserve_the_unconditional_prediction(tmp_path: Path) -> 
                 "prompts": ["a blue circle", "a blue heart"],
                 "loss": "anchor",
                 "anchor": "a green circle",
-                "n": 8,
+                "n": 16,
                 "empty_prompts": share,
             },
             retain__prompts=["a red circle", "a green heart"],
             trainable__select="all",
             training__steps=20,
-            training__batch_size=4,
+            training__batch_size=8,
             training__lr=3e-4,
         )
         run = concept_eraser.erase(content, output=tmp_path / str(share))
