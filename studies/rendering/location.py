@@ -386,7 +386,7 @@ def page() -> str:
     environments = [content["environment"] for content in results.values()]
     commits = sorted({str(one["commit"])[:12] for one in environments})
     devices = sorted({str(one["device"]) for one in environments})
-    picture = "![exchanges and probe](location.plots.svg)" if figures() else ""
+    figure = "![exchanges and probe](location.plots.svg)" if figures() else ""
     return (
         "\n\n".join(
             part
@@ -395,7 +395,7 @@ def page() -> str:
                 f"{source(STUDY, COMMAND)}.",
                 notes(STUDY),
                 EXPLANATION,
-                picture,
+                figure,
                 *parts,
                 f"Commits {', '.join(commits)}; {', '.join(devices)}.",
             )
