@@ -42,11 +42,12 @@ def quickstart(
     from concept_eraser.cli.evaluate import summarise
     from concept_eraser.cli.progress_bars import bars
     from concept_eraser.evaluation.suite import dumps
+    from concept_eraser.recipes.defaults import fast_precision
     from concept_eraser.reporting import write
     from concept_eraser.reporting.single_run import verdict
     from concept_eraser.storage.writers import write_text
 
-    words = [RECIPE, *(overrides or ())]
+    words = [RECIPE, *fast_precision(), *(overrides or ())]
     start = time.monotonic()
     with bars(quiet) as progress:
         run = api.erase(

@@ -363,6 +363,17 @@ def _cpu_has_bf16() -> bool:
     return has_bf16
 
 
+def trains_faster_in_bf16() -> bool:
+    """Whether training.precision: bf16 saves time on the CPU, where the bundled model is trained.
+
+    With the instructions AVX512-BF16 or AMX of the CPU, a step takes less than half of the seconds
+    of fp32. Without them it takes longer. False if there is a GPU.
+    """
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    has_instructions = any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+    return has_instructions and not torch.cuda.is_available()
+
+
 def onto_gpu(*models: Model) -> None:
     """Move models to the GPU, if there is one."""
     if torch.cuda.is_available():

@@ -79,11 +79,11 @@ def complete(changes: Sequence[str]) -> list[str]:
     low = lora is not None or (isinstance(trainable, dict) and not _off(trainable.get("lora")))
     rate = CAREFUL if "method" in settings or not has_anchor else LORA_RATE if low else RATE
     tiny = base_model.is_bundled(settings.get("model", base_model.BUNDLED))
-    before = (
-        [*BUNDLED, f"training.lr={rate}"]
-        if tiny
-        else [f"training.lr={LORA_OTHERS if low else OTHERS}"]
-    )
+    before = [f"training.lr={LORA_OTHERS if low else OTHERS}"]
+    if tiny:
+        before = [*BUNDLED, f"training.lr={rate}"]
+        # several methods need fp32; the default one does not
+        before += fast_precision() if "method" not in settings else []
     if has_anchor and retain and not _says(retain, "loss"):
         after.append("retain.loss=distill")
     if isinstance(settings.get("finish"), dict) and "name" not in settings["finish"]:
@@ -102,6 +102,13 @@ def complete(changes: Sequence[str]) -> list[str]:
     if "finish" in settings or any(_says(trainable, key) for key in ALONE):
         return all_changes
     return [*all_changes, f"finish={FINISH}"] if finishes(whole, family) else all_changes
+
+
+def fast_precision() -> list[str]:
+    """Return the override for training the bundled model in bf16 where that is faster, or none."""
+    from concept_eraser.models.base import trains_faster_in_bf16
+
+    return ["training.precision=bf16"] if trains_faster_in_bf16() else []
 
 
 def _lora(settings: dict[str, Any], concepts: dict[str, dict[str, Any]]) -> dict[str, Any] | None:

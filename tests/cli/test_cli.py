@@ -198,7 +198,7 @@ def test_quickstart_erases_measures_and_reports(cold_cli, cli, tmp_path: Path) -
     """A new user's first command, with fewer images: verdict, report and a low concept rate."""
     few = ["forget.n=48", "retain.n=48", "generation.steps=6"]
     few += ["training.steps=24", "training.batch_size=8", "training.lr=3e-3"]
-    short = ["quickstart", *few, "-n", "16", "-q"]
+    short = ["quickstart", *few, "-n", "8", "-q"]
     result = cold_cli(*short)
     assert result.returncode == 0, result.stderr
     folder = tmp_path / "runs" / "quickstart"

@@ -18,12 +18,12 @@ SAMPLER = ["generation.steps=2", "trainable.lora.rank=2"]
 
 
 def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_path: Path) -> None:
-    process = cli("erase", "star", "--images", "16", *SHORT, *SAMPLER, "-q")
+    process = cli("erase", "star", "--images", "8", *SHORT, *SAMPLER, "-q")
     assert process.returncode == 0, process.stderr
     lines = process.stdout.splitlines()
     assert lines[0] == "concept:  star (object); anchor concept: circle"
     assert "repeat with: concept-eraser erase runs/star/recipe.yaml" in process.stdout
-    assert "the model generates 'star' in 15 of 16 images" in process.stdout
+    assert "the model generates 'star' in 7 of 8 images" in process.stdout
     folder = tmp_path / "runs" / "star"
     for name in ("recipe.yaml", "suite.yaml", "evaluation.json", "report.html", "before_after.png"):
         assert (folder / name).is_file(), name
@@ -32,7 +32,7 @@ def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_pa
     assert (folder / "exports" / "star-kohya.safetensors").is_file()
     assert "concept-eraser attack runs/star" in process.stdout
     groups = read_json(folder / "evaluation.json")["protocol"]["groups"]
-    assert [group["n"] for group in groups.values()] == [16] * 4
+    assert [group["n"] for group in groups.values()] == [8] * 4
 
     # an attack is in the page that `report` writes again, with the images that need no model
     process = cli("attack", "runs/star", "-a", "random_tokens", "--set", "tries=1", "-n", "2", "-q")

@@ -31,9 +31,9 @@ SUITE = {
     "seed": 3,
     "sampling": {"steps": 12, "batch_size": 32, "precision": "bf16"},
     "groups": {
-        "direct": {"prompts": "tiny_star", "role": "forget", "n": 64},
+        "direct": {"prompts": "tiny_star", "role": "forget", "n": 32},
         "neighbours": {"prompts": "tiny_star_neighbours", "role": "neighbour", "n": 16},
-        "retained": {"prompts": "tiny_rest", "role": "retain", "n": 32},
+        "retained": {"prompts": "tiny_rest", "role": "retain", "n": 24},
     },
     "metrics": ["concept_rate", "accuracy", "clip_score"],
 }

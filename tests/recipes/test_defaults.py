@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from concept_eraser import UserError
 from concept_eraser.cli.main import app
+from concept_eraser.models import base
 from concept_eraser.recipes import defaults, recipe
 from concept_eraser.storage import base_model
 from concept_eraser.targets import cross_attention_edit
@@ -328,6 +329,21 @@ def test_rates_for_the_bundled_model_are_not_taken_for_others() -> None:
     all_overrides = defaults.complete(overrides)
     assert f"training.lr={defaults.LORA_OTHERS}" in all_overrides
     assert not any(one.startswith("generation") for one in all_overrides)
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_the_bundled_model_is_trained_in_bf16_where_that_is_faster(
+    is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only by the default method. The user's setting comes later, so that it has precedence."""
+    monkeypatch.setattr(base, "trains_faster_in_bf16", lambda: is_faster)
+    flags = ["forget=tiny_star", "forget.anchor.shape=circle", "retain=tiny_rest"]
+    bf16, fp32 = "training.precision=bf16", "training.precision=fp32"
+    assert (bf16 in defaults.complete(flags)) == is_faster
+    assert bf16 not in defaults.complete([*flags, "method=uno"])
+    assert bf16 not in defaults.complete(["model=runwayml/some", *flags])
+    overrides = defaults.complete([*flags, fp32])
+    assert recipe.load({}, overrides).training.precision == "fp32"
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,10 @@ def test_recorded_quality() -> None:
 
 
 def test_a_sample_agrees_with_the_recorded_quality(shared_tiny) -> None:
-    """The accuracy on 80 images of held-out prompts agrees with the record."""
+    """The accuracy on 50 images of held-out prompts agrees with the record."""
     rows = [
         row
-        for row in assemble.held_out_prompts(np.random.default_rng(5), 8)
+        for row in assemble.held_out_prompts(np.random.default_rng(5), 5)
         if row[0] == row[1].shape
     ]
     images = shared_tiny.sample(
@@ -86,7 +86,7 @@ def test_a_sample_agrees_with_the_recorded_quality(shared_tiny) -> None:
     labels = torch.tensor([scene.labels() for _, scene, _ in rows])
     for i, name in enumerate(("shape", "color")):
         right = (logits[name].argmax(1) == labels[:, i]).float().mean()
-        assert right > 0.92, name  # 0.97 of 80 fails this once in 100 runs; the seeds are fixed
+        assert right > 0.92, name  # the recorded accuracy is 0.97; the seeds are fixed
 
 
 def test_the_tokenizer_has_the_real_vocabulary(shared_tiny) -> None:
