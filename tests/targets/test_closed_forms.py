@@ -21,7 +21,7 @@ from concept_eraser.targets.cross_attention_edit import pair_tokens
 from tests import families
 
 START, END = 90, 91
-RECIPES = ["tiny_star_uce", "tiny_star_rece"]
+RECIPES = ["tiny_star_uce", "tiny_star_rece", "tiny_star_speed"]
 
 
 def edit_recipe(**changes: Any) -> dict[str, Any]:
