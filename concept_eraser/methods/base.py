@@ -353,11 +353,11 @@ class ProjectionEdit(Edit):
             else 0.0
         )
         pairs, retain = list(zip(request.forget, request.anchor, strict=True)), request.retain
-        if not isinstance(change, Tensor):  # fewer products, since each layer has its own
-            pairs = [(torch.cat(list(request.forget)), torch.cat(list(request.anchor)))] * bool(
-                pairs
+        if not isinstance(change, Tensor):
+            pairs, retain = (
+                _compressed(pairs),
+                [r for r, _ in _compressed([(p, p) for p in retain])],
             )
-            retain = [torch.cat(list(retain))] if retain else []
         outcome["left"] = _share(
             (gram, c.to(gram) + c.to(gram) @ d.T - a.to(gram), c.to(gram) - a.to(gram))
             for gram, d in groups
@@ -375,6 +375,20 @@ class ProjectionEdit(Edit):
 
 Change = tuple[Tensor, Mapping[str, float]]
 LayerChange = tuple[Mapping[str, Tensor], Mapping[str, float]]
+
+
+def _compressed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return at most 2 width pairs of rows with the same sums of squares of linear maps.
+
+    The rows of [C A] = Q R and of R have the same sum of |L (c, a)|^2 for every matrix L, since Q
+    has orthonormal columns.
+    """
+    if not pairs:
+        return []
+    rows = torch.cat([torch.cat(pair, dim=1).double() for pair in pairs])
+    reduced = torch.linalg.qr(rows, mode="r")[1]
+    first, second = reduced.chunk(2, dim=1)
+    return [(first, second)]
 
 
 def _share(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float:

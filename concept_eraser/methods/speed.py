@@ -203,8 +203,8 @@ def permitted(moment: Tensor, threshold: float) -> Tensor:
             "the states of the retained prompts are not finite; check the text encoder's weights"
         )
     values, vectors = torch.linalg.eigh(moment)
-    below: Tensor = values < threshold
-    return vectors.T[below].T
+    free: Tensor = vectors[:, : int((values < threshold).sum())]  # eigenvalues ascend
+    return free
 
 
 def orthogonal_part(basis: Tensor, fixed: Tensor) -> Tensor:
@@ -217,7 +217,8 @@ def orthogonal_part(basis: Tensor, fixed: Tensor) -> Tensor:
     units = fixed / fixed.norm(dim=1, keepdim=True).clamp(min=torch.finfo(fixed.dtype).tiny)
     _, values, rows = torch.linalg.svd(units @ basis)
     rank = int((values > ROUNDING).sum())
-    return basis @ rows[rank:].T
+    left: Tensor = basis @ rows[rank:].T
+    return left
 
 
 def invariant_states(empty: Tensor) -> Tensor:
