@@ -47,7 +47,6 @@ Deliberate differences from the code:
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -89,6 +88,7 @@ class NullSpaceErasure(ProjectionEdit):
         "augmentations": "its code",
         "filter": "its code (its command for ten celebrities: false)",
         "invariants": "its code",
+        "seed": "its code",
         "tokens": "its code (for nudity: all)",
     }
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point"})
@@ -129,9 +129,12 @@ class NullSpaceErasure(ProjectionEdit):
         if self.invariants and request.empty is not None:
             fixed = invariant_states(request.empty.to(pull))
         changes, sizes = {}, []
+        generator = torch.Generator().manual_seed(self.seed)
         for name, weight in request.layers.items():
             influence = unconstrained.T @ weight.detach().to(pull).T
-            preserved = self.preserved_moment(retain, weight.detach().to(pull), influence, name)
+            preserved = self.preserved_moment(
+                retain, weight.detach().to(pull), influence, generator
+            )
             basis = permitted(preserved, self.threshold)
             basis = orthogonal_part(basis, fixed)
             reduced = basis.T @ moment @ basis
@@ -141,7 +144,7 @@ class NullSpaceErasure(ProjectionEdit):
         return changes, {"free": sum(sizes) / len(sizes)}
 
     def preserved_moment(
-        self, retain: Tensor, weight: Tensor, influence: Tensor, name: str
+        self, retain: Tensor, weight: Tensor, influence: Tensor, generator: torch.Generator
     ) -> Tensor:
         """Return the mean of r r^T over the states r that count for one layer.
 
@@ -153,7 +156,7 @@ class NullSpaceErasure(ProjectionEdit):
             retain: All retained states s [states, width] float64.
             weight: The layer's W [out, width] float64.
             influence: The transpose of E [width, out], which s multiplies from the left.
-            name: The layer's name, from which the draws derive beside the seed.
+            generator: Of the noise, on the CPU; all layers share it, in their order.
 
         Returns:
             [width, width] float64; 0 without states.
@@ -167,7 +170,9 @@ class NullSpaceErasure(ProjectionEdit):
             retain, products, lengths = retain[kept], products[kept], lengths[kept]
         direction = torch.linalg.svd(weight, full_matrices=False)[2][-1]
         direction = direction * direction[direction.abs().argmax()].sign()
-        noise = self._noise(len(retain), name).to(retain)
+        noise = torch.randn(
+            len(retain), self.augmentations, generator=generator, dtype=torch.float64
+        ).to(retain)
         along = direction @ influence
         squares = lengths[:, None] ** 2 + 2 * noise * (products @ along)[:, None]
         copy_lengths = (squares + noise**2 * (along @ along)).clamp(min=0).sqrt()
@@ -177,12 +182,6 @@ class NullSpaceErasure(ProjectionEdit):
         along_moment = (counted * noise**2).sum() * torch.outer(direction, direction)
         total = (weights[:, None] * retain).T @ retain + cross + cross.T + along_moment
         return torch.div(total, weights.sum().clamp(min=1))
-
-    def _noise(self, n: int, name: str) -> Tensor:
-        """Return standard normal numbers [n, augmentations] float64 for a layer."""
-        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        return torch.randn(n, self.augmentations, generator=generator, dtype=torch.float64)
 
 
 def permitted(moment: Tensor, threshold: float) -> Tensor:
