@@ -26,10 +26,12 @@ from studies.rendering import (
     guidance,
     labelled,
     leaderboard,
+    location,
     one_line,
     others,
     quickstart,
     several_concepts,
+    side_effects,
     studies,
 )
 from studies.rendering.common import current_label, load
@@ -98,6 +100,8 @@ def pages() -> dict[Path, str]:
         **guidance.PAGES,
         **one_line.PAGES,
         **conflict.PAGES,
+        **side_effects.PAGES,
+        **location.PAGES,
     }
     for name, renderer in renderers.items():
         if Results(name):
@@ -125,6 +129,8 @@ def main() -> int:
         **others.figures(),
         **quickstart.figures(),
         **conflict.figures(),
+        **side_effects.figures(),
+        **location.figures(),
     }
     stale = {
         path: figure for path, figure in all_figures.items() if not figures.is_current(path, figure)

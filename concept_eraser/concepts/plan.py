@@ -13,17 +13,16 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from concept_eraser.concepts import bundled, general, neighbours
 from concept_eraser.data import prompts
 from concept_eraser.models.base import Model
-from concept_eraser.storage.readers import read_yaml
-from concept_eraser.utils import limits, path_redaction, resources
+from concept_eraser.storage import base_model
+from concept_eraser.utils import limits, resources
 from concept_eraser.utils.errors import UserError, names_text, quote
 
-BUNDLED = "tiny-sd"
+BUNDLED = base_model.BUNDLED
 LONGEST = 200  # characters of a concept's name
 MOST = 50  # concepts in one plan
 SUITE, SUITES = "suite.yaml", "suites"  # of one concept, and the folder of those of several
@@ -183,26 +182,13 @@ def make_plan(
     chosen_anchors: list[str | None] = [_require_name(anchor) for anchor in anchors]
     if len(chosen_anchors) < 2:
         chosen_anchors = (chosen_anchors or [None]) * len(names)
-    make = _bundled_plan if _is_bundled(model) else _general_plan
+    make = _bundled_plan if base_model.is_bundled(model) else _general_plan
     plan = make(names, model, kind=kind, anchors=chosen_anchors, text_encoder=text_encoder)
     if images is None:
         return plan
     if not isinstance(images, int) or not 1 <= images <= limits.IMAGES:
         raise UserError(f"images: expected 1 to {limits.IMAGES:,}, found {quote(images)}")
     return replace(plan, concepts=tuple(one.with_images(images) for one in plan.concepts))
-
-
-def _is_bundled(model: str) -> bool:
-    """Whether this is the bundled model, or a run folder that began with it."""
-    for _ in range(MOST):
-        if model == BUNDLED:
-            return True
-        recipe = Path(path_redaction.base_of(model)) / "recipe.yaml"
-        content = read_yaml(recipe) if recipe.is_file() else None
-        if not isinstance(content, dict):
-            return False
-        model = str(content.get("model", BUNDLED))
-    return False
 
 
 def _require_name(name: str) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 from concept_eraser import registry
 from concept_eraser.recipes import overrides
 from concept_eraser.recipes import recipe as recipes
+from concept_eraser.storage import base_model
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils import path_redaction
 
@@ -77,7 +78,7 @@ def complete(changes: Sequence[str]) -> list[str]:
         after.append(f"trainable.lora={json.dumps(lora)}")
     low = lora is not None or (isinstance(trainable, dict) and not _off(trainable.get("lora")))
     rate = CAREFUL if "method" in settings or not has_anchor else LORA_RATE if low else RATE
-    tiny = settings.get("model", "tiny-sd") == "tiny-sd"
+    tiny = base_model.is_bundled(settings.get("model", base_model.BUNDLED))
     before = (
         [*BUNDLED, f"training.lr={rate}"]
         if tiny

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -306,7 +307,11 @@ def test_a_control_with_other_parts_is_refused(shared_tiny, tmp_path: Path) -> N
         with pytest.raises(UserError, match=message):
             api.attack(shared_tiny, suite=SUITE, before=shared_tiny, control=model)
     model = load("tiny-sd")
-    model.tokenize = lambda prompts: shared_tiny.tokenize([f"a {text}" for text in prompts])  # type: ignore[method-assign]
+
+    def tokenize(prompts: Sequence[str]) -> Any:
+        return shared_tiny.tokenize([f"a {text}" for text in prompts])
+
+    model.tokenize = tokenize  # type: ignore[method-assign]
     with pytest.raises(UserError, match="differs from tiny-sd in the tokenizer;"):
         retraining.require_comparable([NeverLearned(model, {})], shared_tiny, suite)
     other = NeverLearned(shared_tiny, {"without": {"shape": ["heart"]}})

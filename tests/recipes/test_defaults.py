@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from concept_eraser import UserError
 from concept_eraser.cli.main import app
 from concept_eraser.recipes import defaults, recipe
+from concept_eraser.storage import base_model
 from concept_eraser.targets import cross_attention_edit
 from concept_eraser.utils import resources
 
@@ -270,6 +271,24 @@ def test_a_model_given_as_an_override_is_not_the_bundled_one(
     for way in (("--model", str(tmp_path)), (f"model={tmp_path}",)):
         assert resolve_recipe(*FLAGS, *way).training.lr == 1e-4
         assert resolve_recipe(*FLAGS, *way, "--select", "all").training.lr == 1e-5
+
+
+def test_a_run_that_began_with_the_bundled_model_has_its_settings(
+    resolve_recipe, tmp_path: Path
+) -> None:
+    """A second concept is erased from the result of the first one."""
+    first, second, other = (tmp_path / name for name in ("first", "second", "other"))
+    for folder, model in ((first, "tiny-sd"), (second, first), (other, tmp_path / "sd15")):
+        folder.mkdir()
+        (folder / "recipe.yaml").write_text(f"model: {model}\n")
+    own = resolve_recipe(*FLAGS)
+    for folder in (first, second):
+        recipe = resolve_recipe(*FLAGS, "--model", str(folder))
+        assert recipe.training == own.training
+        assert recipe.generation == own.generation
+    assert resolve_recipe(*FLAGS, "--model", str(other)).training.lr == 1e-4
+    (first / "recipe.yaml").write_text(f"model: {second}\n")  # a circle ends
+    assert not base_model.is_bundled(str(second))
 
 
 def test_a_model_in_the_hubs_cache_has_a_family(

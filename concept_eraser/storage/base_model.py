@@ -1,0 +1,29 @@
+"""The bundled model, and the runs that began with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from concept_eraser.storage.readers import read_yaml
+from concept_eraser.utils import path_redaction
+
+BUNDLED = "tiny-sd"
+LONGEST_CHAIN = 50  # runs one after the other, each from the result of the one before
+
+
+def is_bundled(model: object) -> bool:
+    """Whether this is the bundled model, or a run folder that began with it.
+
+    Raises UserError for a run folder whose recipe is no YAML.
+    """
+    for _ in range(LONGEST_CHAIN):
+        if model == BUNDLED:
+            return True
+        if not isinstance(model, str):
+            return False
+        recipe = Path(path_redaction.base_of(model)) / "recipe.yaml"
+        content = read_yaml(recipe) if recipe.is_file() else None
+        if not isinstance(content, dict):
+            return False
+        model = content.get("model", BUNDLED)
+    return False
