@@ -380,15 +380,15 @@ LayerChange = tuple[Mapping[str, Tensor], Mapping[str, float]]
 def _compressed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Return at most 2 width pairs of rows with the same sums of squares of linear maps.
 
-    The rows of [C A] = Q R and of R have the same sum of |L (c, a)|^2 for every matrix L, since Q
-    has orthonormal columns.
+    The rows of [C - A, C] = Q R and of R have the same sum of |L (c - a, c)|^2 for every matrix L,
+    since Q has orthonormal columns. Where C = A, both are equal in the result too, without
+    rounding.
     """
     if not pairs:
         return []
-    rows = torch.cat([torch.cat(pair, dim=1).double() for pair in pairs])
-    reduced = torch.linalg.qr(rows, mode="r")[1]
-    first, second = reduced.chunk(2, dim=1)
-    return [(first, second)]
+    rows = torch.cat([torch.cat([c.double() - a.double(), c.double()], dim=1) for c, a in pairs])
+    difference, first = torch.linalg.qr(rows, mode="r")[1].chunk(2, dim=1)
+    return [(first, first - difference)]
 
 
 def _share(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float:

@@ -23,7 +23,6 @@ from concept_eraser.methods.uce import UnifiedConceptEditing
 from tests.methods.test_uce import edit_copy
 
 WIDTH = 12
-PLAIN = {"augmentations": 0, "invariants": False}
 
 
 def problem(seed: int = 0, n_retain: int = 4, tokens: int = 5) -> ProjectionRequest:
@@ -71,8 +70,13 @@ def dense_solution(request: ProjectionRequest, basis: Tensor, old: Tensor, scale
 def test_a_dense_solver_agrees_and_the_retained_states_are_unchanged(
     n_retain: int, scale: float, invariants: bool
 ) -> None:
-    """The constraint is checked on the weights; the basis of the solver comes from scipy too."""
+    """The constraint is checked on the weights; the basis of the solver comes from scipy too.
+
+    With one retained state there is one concept.
+    """
     request = problem(n_retain=n_retain)
+    if n_retain == 1:
+        request = replace(request, forget=request.forget[:1], anchor=request.anchor[:1])
     method = NullSpaceErasure(retain_scale=scale, augmentations=0, invariants=invariants)
     assert request.empty is not None
     fixed = invariant_states(request.empty) if invariants else rows([])
@@ -140,18 +144,26 @@ def test_a_retained_state_may_span_the_invariants() -> None:
         torch.testing.assert_close(new, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("filtered", [True, False])
-def test_the_states_that_count_are_those_of_plain_loops(filtered: bool) -> None:
-    """Copies are formed one by one here; the method never forms them."""
+@pytest.mark.parametrize(
+    ("filtered", "layer", "scale"), [(True, "b", 1.0), (False, "b", 1.0), (True, "a", 1e-3)]
+)
+def test_the_states_that_count_are_those_of_plain_loops(
+    filtered: bool, layer: str, scale: float
+) -> None:
+    """Copies are formed one by one here; the method never forms them.
+
+    Layer a has fewer rows than columns. Its direction of noise is that of the smallest of its
+    singular values; the code takes no direction that the layer does not read at all.
+    """
     request = problem(5, n_retain=20)
     method = NullSpaceErasure(augmentations=3, filter=filtered)
-    weight, retain = request.layers["b"], rows(request.retain)
-    influence = torch.randn(WIDTH, 15, generator=torch.Generator().manual_seed(1)).double()
+    weight, retain = request.layers[layer], rows(request.retain)
+    influence = scale * torch.randn(WIDTH, len(weight), generator=seeded(1)).double()
     mean = torch.stack([r @ influence for r in retain]).norm(dim=1).mean()
     counted = [r for r in retain if not filtered or (r @ influence).norm() > mean]
     assert 0 < len(counted) <= 20
     assert (len(counted) < 20) == filtered
-    direction = torch.linalg.svd(weight)[2][-1]
+    direction = torch.linalg.svd(weight, full_matrices=False)[2][-1]
     direction = direction * direction[direction.abs().argmax()].sign()
     noise = torch.randn(len(counted), 3, generator=seeded(4), dtype=torch.float64)
     copies = [r + t * direction for r, line in zip(counted, noise, strict=True) for t in line]
@@ -177,6 +189,50 @@ def test_the_noise_lies_where_the_layer_reads_least() -> None:
     assert float(moment.abs().max()) == 0.0
 
 
+def test_a_state_that_the_edit_changes_as_much_as_the_mean_does_not_count() -> None:
+    """The lengths of the states are 1, 2 and 3. The noise does not change the copies' lengths."""
+    weight = torch.diag(torch.tensor([3.0, 2.0, 0.5])).double()
+    retain = torch.tensor([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [0.0, 3.0, 0.0]]).double()
+    influence = torch.diag(torch.tensor([1.0, 1.0, 0.0])).double()
+    moment = NullSpaceErasure().preserved_moment(retain, weight, influence, seeded(0))
+    assert torch.equal(moment, torch.diag(torch.tensor([0.0, 9.0, 0.0])).double())
+
+
+def test_noise_may_cancel_a_state() -> None:
+    """The squared length of such a copy is 0 up to rounding, which may be below 0."""
+    weight = problem().layers["b"]
+    direction = torch.linalg.svd(weight)[2][-1]
+    direction = direction * direction[direction.abs().argmax()].sign()
+    noise = torch.randn(100, 1, generator=seeded(4), dtype=torch.float64)
+    retain = -noise * direction
+    retain[:50] += problem(6, n_retain=50).retain[0]
+    influence = torch.randn(WIDTH, 15, generator=seeded(1)).double()
+    copies = retain + noise * direction
+    lengths = (copies @ influence).norm(dim=1)
+    assert float(lengths[50:].max()) < 1e-12
+    all_states = torch.cat([retain, copies[lengths > lengths.mean()]])
+    assert len(all_states) == 150
+    method = NullSpaceErasure(augmentations=1, filter=False)
+    torch.testing.assert_close(
+        method.preserved_moment(retain, weight, influence, seeded(4)),
+        all_states.T @ all_states / len(all_states),
+        rtol=1e-10,
+        atol=1e-10,
+    )
+
+
+def test_the_moment_of_few_states_is_their_mean() -> None:
+    """Without states it is 0."""
+    retain, layer = rows(problem().retain), problem().layers["a"]
+    method = NullSpaceErasure(augmentations=0)
+    for states in (retain[:0], retain[:1], retain[:2]):
+        expected = sum(
+            (torch.outer(r, r) for r in states), torch.zeros(WIDTH, WIDTH).double()
+        ) / max(len(states), 1)
+        moment = method.preserved_moment(states, layer, torch.zeros(WIDTH, 7), seeded(0))
+        torch.testing.assert_close(moment, expected, rtol=0, atol=1e-12)
+
+
 def test_equal_seeds_give_equal_weights() -> None:
     request = problem(n_retain=8)
     one, same, other = (edit_copy(NullSpaceErasure(seed=s), request)["a"] for s in (0, 0, 1))
@@ -191,17 +247,20 @@ def test_the_threshold_divides_directions_that_may_change_from_those_that_stay()
     torch.testing.assert_close(
         basis @ basis.T, torch.diag(torch.tensor([1.0, 0.0, 0.0, 1.0])).double()
     )
+    assert permitted(moment, 4.0).shape == (4, 3)
+    moment[1, 1] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
-        permitted(moment * float("nan"), 0.1)
+        permitted(moment, 0.1)
 
 
 def test_the_part_orthogonal_to_fixed_vectors() -> None:
     basis = torch.eye(4).double()[:, :3]
     fixed = torch.tensor([[0.0, 2.0, 0.0, 5.0], [0.0, 4.0, 0.0, 10.0], [0.0, 0.0, 0.0, 1.0]])
-    left = orthogonal_part(basis, fixed.double())
-    torch.testing.assert_close(
-        left @ left.T, torch.diag(torch.tensor([1.0, 0.0, 1.0, 0.0])).double()
-    )
+    for scale in (1.0, 1e-8, 1e8):
+        left = orthogonal_part(basis, scale * fixed.double())
+        torch.testing.assert_close(
+            left @ left.T, torch.diag(torch.tensor([1.0, 0.0, 1.0, 0.0])).double()
+        )
     assert orthogonal_part(basis, torch.zeros(0, 4).double()).shape == (4, 3)
     assert orthogonal_part(basis, torch.eye(4).double()).shape == (4, 0)
 
@@ -213,7 +272,16 @@ def test_the_centres_are_those_of_the_clusters() -> None:
     assert sorted(result.tolist()) == sorted(points.tolist())
     assert centres(states[:1], 1).tolist() == states[:1].tolist()
     assert centres(states[:0], 0).shape == (0, 2)
-    assert invariant_states(states[:2]).shape == (2, 2)
+    for number in (1, 2, 3, 4):
+        assert invariant_states(states[:number]).shape == (number, 2)
+    assert invariant_states(states).shape == (4, 2)
+
+
+def test_the_first_centre_is_the_first_row_and_the_next_are_the_farthest() -> None:
+    """With the first two rows as first centres the result would be -1, 1 and 10.75."""
+    states = torch.tensor([[-1.0], [1.0], [9.5], [12.0]]).double()
+    assert centres(states, 3).flatten().tolist() == [0.0, 12.0, 9.5]
+    assert centres(states[[0, 2, 3, 1]], 3).flatten().tolist() == [0.0, 12.0, 9.5]
 
 
 def test_if_every_direction_is_preserved_nothing_changes() -> None:
@@ -221,6 +289,10 @@ def test_if_every_direction_is_preserved_nothing_changes() -> None:
     figures = NullSpaceErasure(threshold=1e-12, augmentations=0).edit(request)
     assert figures["free"] == figures["moved"] == figures["drift"] == 0
     assert figures["left"] == pytest.approx(1.0)
+    figures = NullSpaceErasure(threshold=1e-12, augmentations=0).edit(
+        replace(request, anchor=request.forget)
+    )
+    assert figures == {"free": 0, "moved": 0, "left": 0, "drift": 0}
 
 
 def test_the_figures_are_those_of_the_edit() -> None:
