@@ -54,6 +54,7 @@ LONG_FILES = [
     "runs/test_baselines",
 ]
 HANG = processes.HANG
+os.fsync = processes.skip_flush
 collect_less_often()
 
 
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first. The order within a file stays."""
     ranks = {f"tests/{name}.py": rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: ranks.get(item.nodeid.split("::")[0], len(ranks)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from tests import shared_tokenizers  # imports torch, which reads the variables above
+
+    shared_tokenizers.share(is_shared=not item.nodeid.startswith("tests/demo/"))
 
 
 @pytest.fixture(scope="session", autouse=True)

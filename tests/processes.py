@@ -42,6 +42,19 @@ LIBRARIES = [
     "open_clip",
     "rich.markdown",
     "rich.progress",
+    "rich._emoji_codes",
+    "PIL.GifImagePlugin",
+    "PIL.JpegImagePlugin",
+    "transformers.models.t5.modeling_t5",
+    "concept_eraser.cli.concept_result",
+    "concept_eraser.cli.progress_bars",
+    "concept_eraser.models.families.sd",
+    "concept_eraser.evaluation.judges.tiny",
+    "concept_eraser.evaluation.metrics.accuracy",
+    "concept_eraser.evaluation.metrics.clip_score",
+    "concept_eraser.evaluation.metrics.concept_rate",
+    "tests.shared_tokenizers",
+    "tests.warm_up",
 ]
 
 
@@ -68,6 +81,14 @@ def launch_command(*options: str) -> list[str]:
     ]
     port_words = ["--main_process_port", str(free_port())]
     return [sys.executable, "-m", "accelerate.commands.launch", *options, *words, *port_words]
+
+
+def skip_flush(descriptor: int) -> None:
+    """Stand in for os.fsync in the tests.
+
+    Only a power failure loses what a process has written, and no test has one. Tests of the order
+    of flushes record the calls.
+    """
 
 
 _context = multiprocessing.get_context("forkserver")
@@ -233,6 +254,7 @@ def _run(
     script: str | None,
 ) -> None:
     """Do in the forked process what `python -m concept_eraser.cli.main` or a script does."""
+    os.fsync = skip_flush
     gc.freeze()  # the libraries' objects are no garbage, and collections can skip them
     os.environ.update(environment)
     os.chdir(folder)
@@ -248,6 +270,9 @@ def _run(
     sys.path[0:0] = [folder]  # `python -m` puts the working directory first
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from concept_eraser.cli.main import main
+    from tests import shared_tokenizers
+
+    shared_tokenizers.share(is_shared="demo" not in arguments[:1])
 
     try:
         if script is None:

@@ -141,11 +141,19 @@ def request_images(
     sampling: Sampling,
     *,
     cache: Path | None = None,
+    weights: str | None = None,
 ) -> ImageRequest:
     """Request images of a model. Nothing is sampled yet.
 
-    A prompt that states its own guidance is sampled with that. cache: the folder of the cache; None
-    for `resources.cache()`.
+    A prompt that states its own guidance is sampled with that.
+
+    Args:
+        model: The model.
+        prompts: The n prompts.
+        seeds: The seed of each image.
+        sampling: The settings of the sampler.
+        cache: The folder of the cache; None for `resources.cache()`.
+        weights: `model_fingerprint(model)`, if the caller has it. It reads every weight.
     """
     texts = [prompt.text if isinstance(prompt, Prompt) else prompt for prompt in prompts]
     scales = [
@@ -153,7 +161,7 @@ def request_images(
         for p in prompts
     ]
     content = {
-        "weights": model_fingerprint(model),
+        "weights": weights or model_fingerprint(model),
         "prompts": texts,
         "seeds": list(seeds),
         "sampling": asdict(sampling),
@@ -174,6 +182,7 @@ def generate(
     sampling: Sampling,
     *,
     cache: Path | None = None,
+    weights: str | None = None,
     what: str = "generating",
     progress: Progress = silent,
 ) -> Tensor:
@@ -183,7 +192,7 @@ def generate(
     """
     return load_or_generate(
         model,
-        request_images(model, prompts, seeds, sampling, cache=cache),
+        request_images(model, prompts, seeds, sampling, cache=cache, weights=weights),
         what=what,
         progress=progress,
     )

@@ -82,11 +82,21 @@ def with_controls(
     onto_gpu(*(control.model for control in controls))
     stages = ["control" if i == 1 else f"control_{i}" for i in range(1, len(controls) + 1)]
     images_by_stage: dict[str, dict[str, Group]] = {}
+    weights = {
+        stage: generate.model_fingerprint(control.model)
+        for stage, control in zip(stages, controls, strict=True)
+    }
     for stage, control in zip(stages, controls, strict=True):
         images_by_stage[stage] = {}
         for name, group in evaluation.groups.items():
             images = generate_group(
-                control.model, suite, name, stage, cache=cache, progress=progress
+                control.model,
+                suite,
+                name,
+                stage,
+                cache=cache,
+                weights=weights[stage],
+                progress=progress,
             )
             images_by_stage[stage][name] = replace(
                 group, images={stage: images}, labels={stage: judge.classify(images)}
@@ -100,10 +110,6 @@ def with_controls(
         columns |= {(name, stage): values for stage, values in distances.items()}
     comparison = _Comparison(evaluation, judge, images_by_stage)
     results, distances_of_images = comparison.measure()
-    weights = {
-        stage: generate.model_fingerprint(control.model)
-        for stage, control in zip(stages, controls, strict=True)
-    }
     rows = [_with_distance(row, columns) for row in evaluation.outcomes]
     for stage in stages:
         for name, group in images_by_stage[stage].items():

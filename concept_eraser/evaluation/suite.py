@@ -289,11 +289,12 @@ def generate_group(
     when: str,
     *,
     cache: Path | None = None,
+    weights: str | None = None,
     progress: Progress = silent,
 ) -> Tensor:
     """Generate the images of a group by a model, [n, h, w, 3] uint8, or read them from the cache.
 
-    when: "before" or "after", for the progress only.
+    when: "before" or "after", for the progress only. weights: see `generate.request_images`.
     """
     rows = group_prompts(suite, name)
     return generate.generate(
@@ -302,6 +303,7 @@ def generate_group(
         group_seeds(suite, name, rows.prompts),
         generate.Sampling(**suite.sampling.model_dump()),
         cache=cache,
+        weights=weights,
         what=f"{name}, {when}",
         progress=progress,
     )
@@ -330,11 +332,15 @@ def evaluate(
     if second_judge is not None:
         agreement.require_second(judge, second_judge, (attribute, value))
     onto_gpu(before, after)
+    pair = {"before": before, "after": after}
+    weights = {when: generate.model_fingerprint(model) for when, model in pair.items()}
     groups = {}
     for name in suite.groups:
         images = {
-            when: generate_group(model, suite, name, when, cache=cache, progress=progress)
-            for when, model in (("before", before), ("after", after))
+            when: generate_group(
+                model, suite, name, when, cache=cache, weights=weights[when], progress=progress
+            )
+            for when, model in pair.items()
         }
         groups[name] = _judge_images(
             judge, name, suite=suite, rows=group_prompts(suite, name), images=images
@@ -355,8 +361,6 @@ def evaluate(
             reasons[
                 " ".join(map(str, entry.values())) if isinstance(entry, dict) else str(entry)
             ] = str(error)
-    pair = {"before": before, "after": after}
-    weights = {when: generate.model_fingerprint(model) for when, model in pair.items()}
     models = {when: f"{model.source} ({weights[when]})" for when, model in pair.items()}
     rows: list[dict[str, Any]] = []
     for name, group in groups.items():

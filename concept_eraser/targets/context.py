@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from concept_eraser.data import prompts
+from concept_eraser.data.generate import model_fingerprint
 from concept_eraser.data.prompts import PromptSet
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.recipes.objective_fields import ObjectiveSpec, role
@@ -77,6 +79,11 @@ class PromptContext:
     def offload(self) -> bool:
         """Whether the parts of the model are on the device only for the steps that need them."""
         return self.move_parts is not None
+
+    @cached_property
+    def weights(self) -> str:
+        """The fingerprint of the model's weights before the training."""
+        return model_fingerprint(self.model)
 
     def bring(self, parts: Sequence[str]) -> None:
         """Move these parts to the device and all others away, with training.offload."""

@@ -107,7 +107,9 @@ def _request(context: PromptContext, name: str, texts: Sequence[str]) -> ImageRe
         settings.steps, settings.guidance, settings.batch_size, settings.precision
     )
     seeds = generate.seeds_for(texts, provenance.derive_seed(settings.seed, role(name)))
-    return generate.request_images(context.model, texts, seeds, sampling, cache=context.cache)
+    return generate.request_images(
+        context.model, texts, seeds, sampling, cache=context.cache, weights=context.weights
+    )
 
 
 def _from_folder(

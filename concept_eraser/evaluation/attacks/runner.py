@@ -12,7 +12,7 @@ are marked as such.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -300,7 +300,9 @@ def run(
     models = {name: f"{model.source} ({weights[name]})" for name, model in pair.items()}
     description = {**protocol.as_dict(), "judge": judge.fingerprint, "original": models["original"]}
     finished_batches = FinishedBatches(folder, environment.fingerprint([description, models]))
-    before = draw_start(protocol, judge, victim, original, cache=cache, progress=progress)
+    before = draw_start(
+        protocol, judge, victim, original, cache=cache, weights=weights, progress=progress
+    )
     concept_prompts, prompts = before.concept_prompts, before.prompts
     seeds, pre = before.seeds, before.pre
     if len(prompts) < 2:
@@ -471,9 +473,13 @@ def draw_start(
     original: Model,
     *,
     cache: Path | None = None,
+    weights: Mapping[str, str] | None = None,
     progress: Progress = silent,
 ) -> AttackStart:
-    """Generate and judge the images before the attack."""
+    """Generate and judge the images before the attack.
+
+    weights: the fingerprints of "original" and "victim", if the caller has them.
+    """
     ((attribute, value),) = protocol.suite.concept.items()
     concept_prompts, prompts = prompts_of(protocol)
     seeds = generate.seeds_for(
@@ -486,11 +492,19 @@ def draw_start(
         seeds,
         sampling,
         cache=cache,
+        weights=(weights or {}).get("original"),
         what="images of the concept",
         progress=progress,
     )
     clean_images = generate.generate(
-        victim, prompts, seeds, sampling, cache=cache, what="clean prompts", progress=progress
+        victim,
+        prompts,
+        seeds,
+        sampling,
+        cache=cache,
+        weights=(weights or {}).get("victim"),
+        what="clean prompts",
+        progress=progress,
     )
     labels = {
         "original": judge.classify(concept_images),
