@@ -189,7 +189,7 @@ def erase(
         watch: measure the concept rate during the training.
         method: the rule that combines the gradients: a name, a mapping with its options, or an
             object.
-        finish: a closed form after the training: uce, rece or mace-cfr.
+        finish: a closed form after the training: uce, rece, speed or mace-cfr.
         trainable: the trainable parameters: a selection, or a mapping.
         training: length, optimizer and precision of the training.
         generation: the sampler of the training images.

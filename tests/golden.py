@@ -109,7 +109,7 @@ EDIT: dict[str, Any] = {
     "retain": {"prompts": "tiny_rest"},
     "trainable": {"select": "cross_attention_kv"},
 }
-EDITS = ("rece", "uce", "mace-cfr")
+EDITS = ("rece", "speed", "uce", "mace-cfr")
 # Edits of a classifier and methods that depend on labelled data.
 CLASSIFIER: dict[str, Any] = {
     "target": "classifier",

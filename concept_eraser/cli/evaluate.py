@@ -53,7 +53,8 @@ def evaluate(
         typer.Option(
             help=(
                 "sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, "
-                "sld-strong: or sld-max:"
+                "sld-strong:, sld-max:, adavd:, adavd-adaptive:, safree:, safree-validated: "
+                "or semantic-surgery:"
             )
         ),
     ] = None,

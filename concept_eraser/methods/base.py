@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol
@@ -295,6 +295,7 @@ class ProjectionEdit(Edit):
 
     Take a least-squares problem in W with the targets W_old a. Its solution is W_old times one
     matrix that does not depend on W_old. So one edit serves all layers: W_new = W_old (I + D).
+    A method whose constraints differ between layers has one D for each layer.
 
     Every such edit has the option `tokens`. It selects the tokens of a concept's prompt and of its
     anchor's prompt, which are paired (see targets/cross_attention_edit.py).
@@ -321,16 +322,17 @@ class ProjectionEdit(Edit):
             )
 
     @abstractmethod
-    def change(self, request: ProjectionRequest) -> tuple[Tensor, Mapping[str, float]]:
-        """Return D [width, width] float64, and further results for `edit` to return.
+    def change(self, request: ProjectionRequest) -> Change | LayerChange:
+        """Return D, and further results for `edit` to return.
 
+        D is one matrix [width, width] float64 for all layers, or one for each layer by its name.
         Raises ValueError if there is no D.
         """
 
     def edit(self, request: ProjectionRequest) -> Mapping[str, float]:
         """Add W_old D to each layer, in place.
 
-        Let G be the sum of W_old^T W_old over the layers, |x|^2 = x^T G x and T = I + D.
+        Let |x|^2 be the sum of |W_old x|^2 over the layers and T = I + D.
 
         Returns:
             moved: the change of the weights, ||W_old D|| / ||W_old||.
@@ -338,38 +340,75 @@ class ProjectionEdit(Edit):
             drift: the change of the preserved prompts, sqrt(sum |D p|^2 / sum |p|^2).
         """
         change, details = self.change(request)
-        gram, outcome = request.gram(), {}
-        total = float(gram.trace())
-        outcome["moved"] = (
-            math.sqrt(float((change.T @ gram @ change).trace()) / total) if total else 0.0
+        groups = (
+            [(request.gram(), change)]
+            if isinstance(change, Tensor)
+            else [(_gram([request.layers[name]]), change[name]) for name in request.layers]
         )
-        pairs = [
-            (c.to(gram), a.to(gram)) for c, a in zip(request.forget, request.anchor, strict=True)
-        ]
-        outcome["left"] = _share(gram, [(c + c @ change.T - a, c - a) for c, a in pairs])
+        outcome = {}
+        total = sum(float(gram.trace()) for gram, _ in groups)
+        outcome["moved"] = (
+            math.sqrt(sum(float((d.T @ gram @ d).trace()) for gram, d in groups) / total)
+            if total
+            else 0.0
+        )
+        pairs, retain = list(zip(request.forget, request.anchor, strict=True)), request.retain
+        if not isinstance(change, Tensor):
+            pairs, retain = (
+                _compressed(pairs),
+                [r for r, _ in _compressed([(p, p) for p in retain])],
+            )
+        outcome["left"] = _share(
+            (gram, c.to(gram) + c.to(gram) @ d.T - a.to(gram), c.to(gram) - a.to(gram))
+            for gram, d in groups
+            for c, a in pairs
+        )
         outcome["drift"] = _share(
-            gram, [(p.to(gram) @ change.T, p.to(gram)) for p in request.retain]
+            (gram, p.to(gram) @ d.T, p.to(gram)) for gram, d in groups for p in retain
         )
         with torch.no_grad():
-            for weight in request.layers.values():
-                weight += (weight.to(change) @ change).to(weight)
+            for name, weight in request.layers.items():
+                d = change if isinstance(change, Tensor) else change[name]
+                weight += (weight.to(d) @ d).to(weight)
         return {**outcome, **details}
 
 
-def _share(gram: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return sqrt(sum |x|^2 / sum |y|^2) over the rows of all pairs, with |x|^2 = x^T gram x.
+Change = tuple[Tensor, Mapping[str, float]]
+LayerChange = tuple[Mapping[str, Tensor], Mapping[str, float]]
 
-    Returns 0 if the sum of |y|^2 is 0.
+
+def _compressed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return at most 2 width pairs of rows with the same sums of squares of linear maps.
+
+    The rows of [C - A, C] = Q R and of R have the same sum of |L (c - a, c)|^2 for every matrix L,
+    since Q has orthonormal columns. Where C = A, both are equal in the result too, without
+    rounding.
     """
-    above, below = (
-        (
-            sum(float(((v @ gram) * v).sum()) for v in vectors)
-            for vectors in zip(*pairs, strict=True)
-        )
-        if pairs
-        else (0.0, 0.0)
-    )
+    if not pairs:
+        return []
+    rows = torch.cat([torch.cat([c.double() - a.double(), c.double()], dim=1) for c, a in pairs])
+    difference, first = torch.linalg.qr(rows, mode="r")[1].chunk(2, dim=1)
+    return [(first, first - difference)]
+
+
+def _share(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """Return sqrt(sum |x|^2 / sum |y|^2) over the rows of all (gram, x, y).
+
+    |x|^2 is x^T gram x. Returns 0 if the sum of |y|^2 is 0.
+    """
+    above = below = 0.0
+    for gram, x, y in parts:
+        above += float(((x @ gram) * x).sum())
+        below += float(((y @ gram) * y).sum())
     return math.sqrt(max(above, 0.0) / below) if below > 0 else 0.0
+
+
+def _gram(weights: Iterable[Tensor]) -> Tensor:
+    """Return the sum of W^T W [width, width] float64; a scalar 0 without weights."""
+    return sum(
+        (w.detach().double().T @ w.detach().double() for w in weights),
+        torch.zeros(()),
+    )
 
 
 @dataclass(frozen=True)
@@ -383,19 +422,18 @@ class ProjectionRequest:
         forget: For each concept, the states of some tokens [tokens, width].
         anchor: For each concept, the states [tokens, width] that replace them, row by row.
         retain: States [tokens, width] whose projections are preserved.
+        empty: The states of the empty prompt [tokens, width], if they are known.
     """
 
     layers: Mapping[str, Tensor]
     forget: Sequence[Tensor]
     anchor: Sequence[Tensor]
     retain: Sequence[Tensor] = ()
+    empty: Tensor | None = None
 
     def gram(self) -> Tensor:
         """Return G, the sum of W^T W over the layers, [width, width] float64.
 
         The layers distinguish two states c and a by (c - a)^T G (c - a).
         """
-        return sum(
-            (w.detach().double().T @ w.detach().double() for w in self.layers.values()),
-            torch.zeros(()),
-        )
+        return _gram(self.layers.values())

@@ -330,7 +330,7 @@ class Latent(Model):
         # noise is drawn on the CPU, with one generator for each image, so that an image depends on
         # its own seed and not on its batch
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-        safeguard = self.guard.around(self, len(prompts)) if self.guard else nullcontext()
+        safeguard = self.guard.around(self, prompts) if self.guard else nullcontext()
         with self.precision(autocast or self.frozen_dtype), safeguard:
             images = self.pipeline(
                 **self._sampling_arguments(prompts),

@@ -13,6 +13,9 @@ for the empty prompt, the prompt, and the text to avoid. A sampler of guidance g
 
   In the first steps gamma is left out, while nu is computed. The four settings are the paper's.
 
+* adavd, adavd-adaptive, safree, safree-validated and semantic-surgery change what the denoiser
+  reads of a prompt (see state_safeguards.py).
+
 Differences from SLD: its text prints max(1, .), its code and this one have min. Its warm-up is a
 number of 50 steps; here it is the same share of any number of steps. diffusers' configuration of
 `weak` had s_S = 20, the paper's is 200. As in the code, the prompt's gradient through
@@ -21,14 +24,16 @@ number of 50 steps; here it is the same share of any number of steps. diffusers'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from concept_eraser.models import state_safeguards
 from concept_eraser.utils.errors import UserError, quote, unknown
 
 STEPS = 50  # steps of the paper's sampler, to which the warm-ups refer
@@ -59,7 +64,16 @@ SLD = {
     "sld-strong": Strength(warmup=7, scale=2000.0, threshold=0.025, momentum=0.5, keep=0.7),
     "sld-max": Strength(warmup=0, scale=5000.0, threshold=1.0, momentum=0.5, keep=0.7),
 }
-KINDS = ("negative", *SLD)
+
+
+STATE_KINDS: dict[str, Callable[[Any, str, Any], AbstractContextManager[None]]] = {
+    "adavd": state_safeguards.values,
+    "adavd-adaptive": partial(state_safeguards.values, adaptive=True),
+    "safree": state_safeguards.filtered,
+    "safree-validated": partial(state_safeguards.filtered, validated=True),
+    "semantic-surgery": state_safeguards.subtracted,
+}
+KINDS = ("negative", *SLD, *STATE_KINDS)
 
 
 @dataclass(frozen=True)
@@ -89,11 +103,17 @@ class Guard:
         return f"{self.kind}:{self.text}"
 
     @contextmanager
-    def around(self, model: Any, n: int) -> Iterator[None]:
-        """Sample n images under this safeguard inside the context.
+    def around(self, model: Any, prompts: Any) -> Iterator[None]:
+        """Sample images of these prompts under this safeguard inside the context.
 
-        Raises UserError if the sampler has no guidance, since a safeguard changes only that.
+        The prompts are texts, or states [n, tokens, width] as a Condition. Raises UserError if the
+        sampler has no guidance, through which a safeguard works.
         """
+        n = len(prompts)
+        if self.kind in STATE_KINDS:
+            with STATE_KINDS[self.kind](model, self.text, prompts):
+                yield
+            return
         states = model.encode([self.text]).repeat(n).tensors["states"]
         change = _Change(SLD.get(self.kind), states)
         handle = model.denoiser.register_forward_hook(change, with_kwargs=True)

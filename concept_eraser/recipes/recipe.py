@@ -28,7 +28,7 @@ from concept_eraser.utils.migration import migrate_recipe
 from concept_eraser.utils.provenance import fingerprint
 
 # closed forms of the cross-attention, which may follow a training
-CLOSED = ("mace-cfr", "rece", "uce")
+CLOSED = ("mace-cfr", "rece", "speed", "uce")
 # names of gradient ascent; their rules take any loss, so the forget loss must be the negative one
 ASCENT = ("a", "ga", "a-d", "gdiff", "sa")
 

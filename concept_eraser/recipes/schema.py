@@ -80,8 +80,8 @@ class RecipeFields(Strict):
     finish: MethodSpec | None = Field(
         None,
         description=(
-            "after the training, a closed form on the same prompts and anchors: uce, rece or "
-            "mace-cfr; a LoRA is merged before it, and whole weights are written"
+            "after the training, a closed form on the same prompts and anchors: uce, rece, "
+            "speed or mace-cfr; a LoRA is merged before it, and whole weights are written"
         ),
     )
     trainable: TrainableSpec = Field(TrainableSpec(), description="the trainable parameters")

@@ -177,7 +177,9 @@ def projection_request(
         for text in preserved_texts
     ]
     copies = {name: weight.detach().to(device, copy=True) for name, weight in weights.items()}
-    return ProjectionRequest(copies, forget_states, anchor_states, retain_states)
+    return ProjectionRequest(
+        copies, forget_states, anchor_states, retain_states, empty=states[""].to(device)
+    )
 
 
 def _encode(model: Model, texts: Iterable[str]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from concept_eraser.methods.base import Direction, Method, ProjectionRequest, all_or_nothing, usable
+from concept_eraser.methods.base import (
+    Direction,
+    LayerChange,
+    Method,
+    ProjectionRequest,
+    all_or_nothing,
+    usable,
+)
 from concept_eraser.methods.checks import closure, flat, pair
 from concept_eraser.methods.erasediff import EraseDiff
 from concept_eraser.methods.influence import Influence
@@ -90,6 +97,8 @@ def test_a_method_combines_any_objectives_by_default() -> None:
 
     assert Any().check_objectives(("retain", "forget", "forget.2")) is None
     assert Any().laws() == frozenset()
+    assert not Any().needs_fp32
+    assert not Any().needs_attack
 
 
 @pytest.mark.parametrize(
@@ -97,12 +106,14 @@ def test_a_method_combines_any_objectives_by_default() -> None:
 )
 def test_an_edit_of_labels_takes_two_objectives(objectives: tuple[str, ...]) -> None:
     Influence().check_objectives(("retain", "forget"))
+    assert Influence().needs_retain
     with pytest.raises(ValueError, match="needs the objectives forget and retain and no other"):
         Influence().check_objectives(objectives)
 
 
 def test_an_edit_of_projections_takes_concepts_and_an_optional_retain_set() -> None:
     method = UnifiedConceptEditing()
+    assert (method.needs_fp32, method.needs_attack, method.needs_retain) == (True, False, False)
     for objectives in (
         ("forget",),
         ("forget", "retain"),
@@ -139,6 +150,25 @@ def test_the_figures_of_a_projection_edit_are_those_of_the_layers() -> None:
     assert figures["drift"] == pytest.approx(
         length(lambda n: p @ (new[n] - old[n]).T) / length(lambda n: p @ old[n].T)
     )
+
+
+@pytest.mark.parametrize("retained", [True, False])
+def test_a_change_for_each_layer_has_the_figures_of_one_for_all(retained: bool) -> None:
+    """Here all layers have the same change. Concepts that are their anchors give exactly 0."""
+    request = problem() if retained else replace(problem(), retain=[])
+
+    class ForEachLayer(UnifiedConceptEditing):
+        def change(self, request: ProjectionRequest) -> LayerChange:
+            change, details = super().change(request)
+            return dict.fromkeys(request.layers, change), details
+
+    new, expected = ({name: w.clone() for name, w in request.layers.items()} for _ in range(2))
+    figures = ForEachLayer().edit(replace(request, layers=new))
+    single = UnifiedConceptEditing().edit(replace(request, layers=expected))
+    assert figures == pytest.approx(single, rel=1e-9, abs=1e-12)
+    assert (single["drift"] > 0) == retained
+    assert all(torch.equal(new[name], expected[name]) for name in new)
+    assert ForEachLayer().edit(replace(request, anchor=request.forget))["left"] == 0
 
 
 def test_the_figures_do_not_depend_on_units() -> None:

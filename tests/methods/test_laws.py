@@ -178,6 +178,7 @@ EDITS = {
     "ssd": dampening_of_labels,
     "uce": uce_on_least_squares,
     "rece": partial(projection, "rece"),
+    "speed": partial(projection, "speed"),
 }
 
 

@@ -91,6 +91,11 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
         "lamb": ("0", None),
     },
     "scrub": {"forget_steps": ("1", None), "retain_steps": ("1", None), "rounds": ("1", None)},
+    "speed": {
+        "threshold": ("(0", None),
+        "retain_scale": ("(0", None),
+        "augmentations": ("0", None),
+    },
     "ssd": {"alpha": ("(0", None), "lamb": ("(0", None), "batch": ("1", None)},
     "uce": {"erase_scale": ("(0", None), "preserve_scale": ("0", None), "lamb": ("0", None)},
     "uno": {
@@ -212,6 +217,15 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
         "lamb": 0.1,
         "tokens": "all",
     },
+    "speed": {
+        "threshold": 0.1,
+        "retain_scale": 1.0,
+        "augmentations": 10,
+        "filter": True,
+        "invariants": True,
+        "seed": 0,
+        "tokens": "last",
+    },
     "ssd": {"alpha": 10.0, "lamb": 1.0, "batch": 1},
     "uce": {"erase_scale": 1.0, "preserve_scale": 1.0, "lamb": 0.5},
     "natural_gradient": {"damping": 0.0, "fisher_on": "retain", "objective": "retain_mean"},
@@ -275,7 +289,11 @@ def test_which_methods_need_single_precision_and_an_attack() -> None:
     }
     edits = {name: plugin for name, plugin in PLUGINS.items() if name not in methods}
     assert all(plugin.needs_fp32 and not plugin.needs_attack for plugin in edits.values())
-    assert {name for name, plugin in edits.items() if not plugin.needs_retain} == {"uce", "rece"}
+    assert {name for name, plugin in edits.items() if not plugin.needs_retain} == {
+        "rece",
+        "speed",
+        "uce",
+    }
 
 
 def test_state_is_not_part_of_what_a_method_is() -> None:

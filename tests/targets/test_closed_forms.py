@@ -5,6 +5,7 @@ of the star.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from concept_eraser import UserError, registry
 from concept_eraser.data import prompts
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
-from concept_eraser.targets.cross_attention_edit import pair_tokens
+from concept_eraser.targets.cross_attention_edit import (
+    SELECTION,
+    layers,
+    pair_tokens,
+    projection_request,
+)
 from tests import families
 
 START, END = 90, 91
@@ -135,6 +141,49 @@ def test_the_star_is_erased_and_the_retain_set_is_preserved(
     assert share(tiny, "tiny_rest") > 0.8
     figures = json.loads((run.folder / "done.json").read_text())["edit"]
     assert figures["drift"] < 0.3 < 1 - figures["left"]
+
+
+def test_the_null_space_changes_retained_images_less(tiny, shared_tiny) -> None:
+    """SPEED's recipe, and the same least-squares problem without constraints."""
+    rows = prompts.load("tiny_rest").take(8, 3).prompts
+    loaded = recipe.load("tiny_star_speed")
+    parameters = {name: tiny.denoiser.get_parameter(name) for name in layers(tiny, SELECTION)}
+    request = projection_request(tiny, loaded, loaded.method.options["tokens"], parameters)
+    method = registry.build("method", "speed", loaded.method.options)
+    free = replace(method, threshold=1e9, augmentations=0, invariants=False)
+
+    def images(model: Any) -> torch.Tensor:
+        return model.sample(
+            [row.text for row in rows], seeds=list(range(8)), steps=6, guidance=5.0
+        ).float()
+
+    original, differences, figures = images(shared_tiny), [], []
+    for one in (free, method):
+        weights = {name: weight.clone() for name, weight in request.layers.items()}
+        figures.append(one.edit(replace(request, layers=weights)))
+        tiny.denoiser.load_state_dict(weights, strict=False)
+        differences.append(float((images(tiny) - original).square().mean()))
+    assert 0 < differences[1] < 0.5 * differences[0]
+    assert figures[1]["drift"] < figures[0]["drift"]
+    assert figures[1]["free"] < 1 == figures[0]["free"]
+    assert share(tiny, "tiny_star", "star") < 0.2
+    assert share(tiny, "tiny_rest") > 0.8
+
+
+def test_the_invariants_of_the_null_space_are_those_of_the_empty_prompt(
+    tmp_path: Path, tiny, shared_tiny
+) -> None:
+    """The start token of the empty prompt has the same keys and values as before, its last token
+    nearly the same.
+    """
+    concept_eraser.erase(edit_recipe(method="speed"), model=tiny, output=tmp_path)
+    name = "mid_block.attentions.0.transformer_blocks.0.attn2.to_v.weight"
+    old, new = (model.denoiser.get_parameter(name).detach() for model in (shared_tiny, tiny))
+    empty, star = shared_tiny.encode(["", "a red star"]).tensors["states"]
+    changes, lengths = (empty @ (new - old).T).norm(dim=1), (empty @ old.T).norm(dim=1)
+    assert float(changes[0]) < 1e-5 * float(lengths[0])
+    assert float(changes[-1]) < 0.1 * float(lengths[-1])
+    assert float((star[3] @ (new - old).T).norm()) > 0.2 * float((star[3] @ old.T).norm())
 
 
 def test_only_keys_and_values_move_and_the_folder_holds_them(
@@ -321,7 +370,7 @@ def test_no_image_is_generated(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "tiny_star_speed"])
 def test_the_suite_agrees(name: str, tmp_path: Path) -> None:
     run = concept_eraser.erase(name, output=tmp_path / "run")
     evaluation = concept_eraser.evaluate(run.folder, suites.load("tiny_star").with_at_most(48))
