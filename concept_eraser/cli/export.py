@@ -106,3 +106,11 @@ def export(
         else f"it leaves {result.error:.3f} of the change out"
     )
     typer.echo(f"written: {result.path} (rank {result.rank}; {error_text})")
+    if result.layer_errors:
+        errors = result.layer_errors
+        typer.echo(
+            f"relative error of a layer: mean {errors.mean:.3f}, worst {errors.worst:.3f} "
+            f"({errors.worst_layer})"
+        )
+    for finding in result.ignored:
+        typer.echo(f"warning: {finding.sentence()}")
