@@ -21,6 +21,7 @@ from concept_eraser.exporting.lora_export import LoraRequest
 from concept_eraser.exporting.low_rank import Changes, LayerErrors
 from concept_eraser.models import loading, single_file
 from concept_eraser.models.base import Model, require_finite
+from concept_eraser.models.lora_files import DTYPES
 from concept_eraser.models.lora_readers import Ignored
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.storage.readers import read_tensor_header
@@ -42,6 +43,7 @@ class ExportResult:
         rank: The rank of a LoRA.
         error: The relative error of a LoRA. It is 0 if the factors are the erasure's own.
         layer_errors: The relative errors of the layers of a LoRA; None if nothing was left out.
+        rounding: The relative error by the rounding of a LoRA's numbers. It is 0 for fp32.
         ignored: The layers of a LoRA that programs ignore, one entry for each such program.
     """
 
@@ -49,6 +51,7 @@ class ExportResult:
     rank: int | None = None
     error: float | None = None
     layer_errors: LayerErrors | None = None
+    rounding: float = 0.0
     ignored: tuple[Ignored, ...] = ()
 
 
@@ -61,6 +64,7 @@ def export(
     strength: float = 1.0,
     rank: int | None = None,
     max_error: float = 0.2,
+    dtype: str = "fp32",
     allow_pickle: bool = False,
 ) -> ExportResult:
     """Write an erasure in another format.
@@ -74,12 +78,14 @@ def export(
             in exports/ of a run folder, else in the working folder.
         strength: 0 is the original and 1 the erasure. Other values interpolate or extrapolate.
         rank: the rank of a LoRA (default: that of the erasure's own factors, else the smallest rank
-            with an error of at most `max_error`).
-        max_error: the largest relative error of a LoRA.
+            with an error of at most `max_error`). A smaller rank than that of the own factors
+            keeps the largest singular values of each layer.
+        max_error: the largest relative error of a LoRA by its rank.
+        dtype: the numbers of a LoRA file: fp32, fp16, bf16 or fp8 (e4m3, only for kohya).
         allow_pickle: also load weights stored as pickles, which can execute code.
 
     Returns:
-        The path, and the rank and error of a LoRA.
+        The path, and the rank and errors of a LoRA.
 
     Raises:
         UserError: the two models do not match, or the error of the LoRA is above `max_error`.
@@ -90,6 +96,12 @@ def export(
     """
     if to not in FORMATS:
         raise unknown("format", to, FORMATS)
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    if dtype != "fp32" and to not in _NAMINGS:
+        raise UserError(
+            f"--dtype is for LoRA files (--to lora or kohya), found --to {to}; leave it out"
+        )
     place = _place(Path(source), to, output)
     base = before if before is not None else _base_of(Path(source))
     after = loading.load(source, allow_pickle=allow_pickle, base=base)
@@ -113,7 +125,9 @@ def export(
             f"this erasure changed {' and '.join(missing_tensors)}; export --to diffusers"
         )
     if to in _NAMINGS:
-        request = LoraRequest(_NAMINGS[to], strength=strength, rank=rank, max_error=max_error)
+        request = LoraRequest(
+            _NAMINGS[to], strength=strength, rank=rank, max_error=max_error, dtype=dtype
+        )
         lora = lora_export.write(
             Path(source), model=original, changes=changes, place=place, request=request
         )
@@ -122,6 +136,7 @@ def export(
             rank=lora.rank,
             error=lora.error,
             layer_errors=lora.layers,
+            rounding=lora.rounding,
             ignored=lora.ignored,
         )
     if to == "tensors":

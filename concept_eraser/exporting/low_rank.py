@@ -76,11 +76,13 @@ class Approximation:
         factors: The LoRA, one entry for each part.
         error: The relative error of the whole change.
         layers: The relative errors of the layers; None if nothing was left out.
+        reduced_from: The rank of the LoRA that was reduced; None for other changes.
     """
 
     factors: list[Factors]
     error: float
     layers: LayerErrors | None
+    reduced_from: int | None = None
 
 
 def spectra_of_changes(model: Model, changes: Changes) -> tuple[dict[Place, Spectrum], float]:
