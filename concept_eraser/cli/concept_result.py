@@ -62,12 +62,14 @@ def _kohya(folder: Path) -> str:
     from concept_eraser import api
 
     place = folder / "exports" / f"{folder.name}-kohya.safetensors"
+    notes = ""
     try:
         if not place.exists():
-            api.export(folder, "kohya")
+            ignored = api.export(folder, "kohya").ignored
+            notes = "".join(f"\n          {finding.sentence()}" for finding in ignored)
     except UserError as error:
         return f"no file for A1111 and ComfyUI ({error})"
-    return f"{place} (kohya, for A1111 and ComfyUI)"
+    return f"{place} (kohya, for A1111 and ComfyUI){notes}"
 
 
 def _commands(folder: Path, suites: list[str], measure: bool) -> str:

@@ -77,7 +77,7 @@ def _objective_lines(recipe: Any) -> list[str]:
 
 def _weights(recipe: Any, model: Any) -> str:
     from concept_eraser.recipes.selections import select
-    from concept_eraser.targets.adapter import add_adapter
+    from concept_eraser.targets.adapter import add_adapter, file_megabytes
 
     part = model.parts[recipe.target]
     parameters = dict(part.named_parameters())
@@ -93,8 +93,12 @@ def _weights(recipe: Any, model: Any) -> str:
         sum(part.get_parameter(name).numel() for name in adapter.tensors),
         len(adapter.layers),
     )
+    whole, half = (file_megabytes(adapter, dtype) for dtype in ("fp32", "fp16"))
     adapter.remove()
-    return f"trains a LoRA of {lora_count:,} numbers on {layers} layers, beside {total:,} weights"
+    return (
+        f"trains a LoRA of {lora_count:,} numbers on {layers} layers, beside {total:,} weights; "
+        f"its file has about {whole:.3g} MB, and {half:.3g} MB after export --dtype fp16"
+    )
 
 
 def _describe_labelled(

@@ -51,7 +51,10 @@ def export(
         typer.Option(
             min=1,
             max=limits.RANK,
-            help="rank of a LoRA (default: the run's own, else the smallest within --max-error)",
+            help=(
+                "rank of a LoRA (default: the run's own, else the smallest within --max-error); "
+                "a smaller one keeps the largest singular values"
+            ),
         ),
     ] = None,
     max_error: Annotated[
@@ -60,9 +63,12 @@ def export(
             min=0.0,
             max=limits.PORTION,
             callback=finite,
-            help="largest share of the change that a LoRA of trained weights may leave out",
+            help="largest relative error of the change that the rank of a LoRA may cause",
         ),
     ] = 0.2,
+    dtype: Annotated[
+        str, typer.Option(help="numbers of a LoRA file: fp32, fp16, bf16, or fp8 (only kohya)")
+    ] = "fp32",
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")
     ] = False,
@@ -80,6 +86,8 @@ def export(
 
       concept-eraser export runs/mine --to kohya --rank 32 --max-error 0.5 -o no_star.safetensors
 
+      concept-eraser export runs/star --to kohya --rank 32 --dtype fp16
+
       concept-eraser export runs/mine --to diffusers --strength 0.5 -o half
 
       concept-eraser export model.safetensors --before ./stable-diffusion-v1-5 --to diffusers -o
@@ -95,6 +103,7 @@ def export(
         strength=strength,
         rank=rank,
         max_error=max_error,
+        dtype=dtype,
         allow_pickle=allow_pickle,
     )
     if result.rank is None:
@@ -106,3 +115,13 @@ def export(
         else f"it leaves {result.error:.3f} of the change out"
     )
     typer.echo(f"written: {result.path} (rank {result.rank}; {error_text})")
+    if result.layer_errors:
+        errors = result.layer_errors
+        typer.echo(
+            f"relative error of a layer: mean {errors.mean:.3f}, worst {errors.worst:.3f} "
+            f"({errors.worst_layer})"
+        )
+    if result.rounding:
+        typer.echo(f"rounding to {dtype}: relative error {result.rounding:.2g}")
+    for finding in result.ignored:
+        typer.echo(f"warning: {finding.sentence()}")

@@ -1,41 +1,37 @@
 """Export of an erasure: diffusers folder, changed tensors, LoRA in two namings, single file.
 
 The exported change is the difference of two models, before and after. The source is a run, a
-folder, or a LoRA of another tool. A LoRA is exported with its own factors. Any other difference D =
-W_after - W_before is approximated in each layer by the best matrix of a rank (Eckart and Young: the
-largest singular values). Its relative error
-
-    sqrt(sum ||D - up down||^2 / sum ||D||^2)
-
-counts all tensors that changed, also those that a LoRA cannot hold (biases, norms). The export
-reports the error and refuses one above a bound.
+folder, or a LoRA of another tool. A LoRA is exported with its own factors. Any other difference is
+approximated in each layer by the best matrix of a rank (see low_rank). The export reports the
+relative error and refuses one above a bound.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from concept_eraser.models import loading, lora_files, single_file
+from concept_eraser.exporting import lora_export
+from concept_eraser.exporting.lora_export import LoraRequest
+from concept_eraser.exporting.low_rank import Changes, LayerErrors
+from concept_eraser.models import loading, single_file
 from concept_eraser.models.base import Model, require_finite
-from concept_eraser.models.lora import Factors, Pair, can_adapt
+from concept_eraser.models.lora_files import DTYPES
+from concept_eraser.models.lora_readers import Ignored
 from concept_eraser.recipes import recipe as recipes
-from concept_eraser.storage.manifest import require_intact
-from concept_eraser.storage.readers import read_tensor_header, read_tensors
+from concept_eraser.storage.readers import read_tensor_header
 from concept_eraser.storage.writers import probe, write_file, write_folder, write_tensors
 from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError, unknown
 
 FORMATS = ("diffusers", "tensors", "lora", "kohya", "single-file")
-_SUFFIX = ".safetensors"
-Changes = dict[str, dict[str, tuple[Tensor, Tensor]]]  # part -> tensor -> (before, after)
+_SUFFIX = lora_export.SUFFIX
+_NAMINGS = {"lora": "diffusers", "kohya": "kohya"}
 
 
 @dataclass(frozen=True)
@@ -46,11 +42,17 @@ class ExportResult:
         path: The file or folder.
         rank: The rank of a LoRA.
         error: The relative error of a LoRA. It is 0 if the factors are the erasure's own.
+        layer_errors: The relative errors of the layers of a LoRA; None if nothing was left out.
+        rounding: The relative error by the rounding of a LoRA's numbers. It is 0 for fp32.
+        ignored: The layers of a LoRA that programs ignore, one entry for each such program.
     """
 
     path: Path
     rank: int | None = None
     error: float | None = None
+    layer_errors: LayerErrors | None = None
+    rounding: float = 0.0
+    ignored: tuple[Ignored, ...] = ()
 
 
 def export(
@@ -62,6 +64,7 @@ def export(
     strength: float = 1.0,
     rank: int | None = None,
     max_error: float = 0.2,
+    dtype: str = "fp32",
     allow_pickle: bool = False,
 ) -> ExportResult:
     """Write an erasure in another format.
@@ -75,12 +78,14 @@ def export(
             in exports/ of a run folder, else in the working folder.
         strength: 0 is the original and 1 the erasure. Other values interpolate or extrapolate.
         rank: the rank of a LoRA (default: that of the erasure's own factors, else the smallest rank
-            with an error of at most `max_error`).
-        max_error: the largest relative error of a LoRA.
+            with an error of at most `max_error`). A smaller rank than that of the own factors
+            keeps the largest singular values of each layer.
+        max_error: the largest relative error of a LoRA by its rank.
+        dtype: the numbers of a LoRA file: fp32, fp16, bf16 or fp8 (e4m3, only for kohya).
         allow_pickle: also load weights stored as pickles, which can execute code.
 
     Returns:
-        The path, and the rank and error of a LoRA.
+        The path, and the rank and errors of a LoRA.
 
     Raises:
         UserError: the two models do not match, or the error of the LoRA is above `max_error`.
@@ -91,6 +96,12 @@ def export(
     """
     if to not in FORMATS:
         raise unknown("format", to, FORMATS)
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    if dtype != "fp32" and to not in _NAMINGS:
+        raise UserError(
+            f"--dtype is for LoRA files (--to lora or kohya), found --to {to}; leave it out"
+        )
     place = _place(Path(source), to, output)
     base = before if before is not None else _base_of(Path(source))
     after = loading.load(source, allow_pickle=allow_pickle, base=base)
@@ -113,16 +124,20 @@ def export(
             f"a single file of the family {after.family!r} holds only the denoiser, and "
             f"this erasure changed {' and '.join(missing_tensors)}; export --to diffusers"
         )
-    if to in ("lora", "kohya"):
-        return _write_lora(
-            source=Path(source),
-            model=original,
-            changes=changes,
-            to=to,
-            place=place,
-            strength=strength,
-            rank=rank,
-            max_error=max_error,
+    if to in _NAMINGS:
+        request = LoraRequest(
+            _NAMINGS[to], strength=strength, rank=rank, max_error=max_error, dtype=dtype
+        )
+        lora = lora_export.write(
+            Path(source), model=original, changes=changes, place=place, request=request
+        )
+        return ExportResult(
+            place,
+            rank=lora.rank,
+            error=lora.error,
+            layer_errors=lora.layers,
+            rounding=lora.rounding,
+            ignored=lora.ignored,
         )
     if to == "tensors":
         _write_tensors(original, changes, place, strength)
@@ -263,156 +278,3 @@ def _write_tensors(model: Model, changes: Changes, place: Path, strength: float)
     }
     require_finite(values, "the exported tensors", "give a smaller --strength")
     write_tensors(place, values, header)
-
-
-def _write_lora(
-    source: Path,
-    model: Model,
-    changes: Changes,
-    to: str,
-    place: Path,
-    *,
-    strength: float,
-    rank: int | None,
-    max_error: float,
-) -> ExportResult:
-    if "vae" in changes:
-        raise UserError(
-            "a LoRA file cannot hold changes of the VAE; export --to diffusers or single-file"
-        )
-    layer_factors, error = _own_factors(source, model) if rank is None else [], 0.0
-    if not layer_factors or not _is_whole_change(
-        layer_factors, changes
-    ):  # e.g. beside another model than it was trained on
-        layer_factors, error = low_rank(model, changes, rank, max_error)
-    notes = {"strength": f"{strength:g}", "relative_error": f"{error:.3g}"}
-    scaled_factors = [part_factors.scale_by(strength) for part_factors in layer_factors]
-    for part_factors in scaled_factors:
-        factors = {
-            f"{layer} ({i})": value
-            for layer, pair in part_factors.layers.items()
-            for i, value in enumerate(pair)
-        }
-        require_finite(factors, "the LoRA's factors", "give a smaller --strength")
-    write_file(
-        place,
-        lambda path: lora_files.save(model, scaled_factors, path, kohya=to == "kohya", notes=notes),
-    )
-    return ExportResult(place, max(part_factors.rank for part_factors in layer_factors), error)
-
-
-def _own_factors(source: Path, model: Model) -> list[Factors]:
-    """Read the factors of a run that trained a LoRA, or of a LoRA file. Else return []."""
-    folder = source / lora_files.FOLDER if (source / "recipe.yaml").is_file() else source
-    file = folder / lora_files.FILE if source.is_dir() else source
-    if not file.is_file() or file.suffix != _SUFFIX:
-        return []
-    require_intact(file)
-    header, names = read_tensor_header(file)
-    return (
-        lora_files.read(model, read_tensors(file), header, str(file))
-        if any("lora" in name for name in names)
-        else []
-    )
-
-
-def _is_whole_change(factors: Sequence[Factors], changes: Changes) -> bool:
-    """Whether the factors are the whole change, up to a relative error of 1 % (rounding)."""
-    remainder, total = 0.0, 0.0
-    products = {
-        (part_factors.part, f"{layer}.weight"): part_factors.change(layer)
-        for part_factors in factors
-        for layer in part_factors.layers
-    }
-    for part, tensors in changes.items():
-        for name, (before, after) in tensors.items():
-            change = after.float().cpu() - before.float().cpu()
-            total += float(change.square().sum())
-            remainder += float(
-                (change - products.get((part, name), torch.zeros(()))).square().sum()
-            )
-    return remainder <= 1e-4 * total
-
-
-def low_rank(
-    model: Model, changes: Changes, rank: int | None, max_error: float
-) -> tuple[list[Factors], float]:
-    """Compute the best factors of a rank for a change, and their relative error.
-
-    Without a rank, take the smallest with an error of at most `max_error`. Raises UserError if the
-    error is larger.
-    """
-    spectra, other_square, total = _spectra(model, changes)
-    widest = max((len(values) for _, values, _ in spectra.values()), default=0)
-    errors = [
-        _relative_error(spectra, other_square, total, r) for r in range(widest + 1)
-    ]  # by rank
-    least_rank = next((r for r in range(1, widest + 1) if errors[r] <= max_error), None)
-    best_rank = least_rank if rank is None else min(rank, widest)
-    if not best_rank or errors[best_rank] > max_error:
-        hint = (
-            f"rank {least_rank} leaves {errors[least_rank]:.3f}"
-            if least_rank
-            else (
-                f"no rank leaves less than {errors[-1]:.3f} (biases, norms and embeddings "
-                "are not part of a LoRA)"
-            )
-        )
-        request = (
-            f"of rank {best_rank} leaves {errors[best_rank]:.3f} of the change"
-            if best_rank
-            else "cannot hold this change"
-        )
-        raise UserError(
-            f"a LoRA {request}, more than --max-error {max_error:g}; {hint}. Allow more "
-            "with --max-error, or export --to diffusers"
-        )
-    parts: dict[str, dict[str, Pair]] = {}
-    for (part, layer), (left_vectors, values, right) in spectra.items():
-        shape, root = (
-            model.parts[part].get_parameter(f"{layer}.weight").shape,
-            values[:best_rank].sqrt(),
-        )
-        down, up = root[:, None] * right[:best_rank], left_vectors[:, :best_rank] * root
-        pair = (down.view(-1, *shape[1:]), up.view(*up.shape, *[1] * (len(shape) - 2)))
-        parts.setdefault(part, {})[layer] = pair
-    return [lora_files.of_pairs(part, pairs) for part, pairs in parts.items()], errors[best_rank]
-
-
-def _spectra(
-    model: Model, changes: Changes
-) -> tuple[dict[tuple[str, str], tuple[Tensor, Tensor, Tensor]], float, float]:
-    """Return the singular value decomposition of each layer's change, and two squared lengths.
-
-    They are those of the changes outside of layers, and of all changes.
-    """
-    spectra, other_square, total = {}, 0.0, 0.0
-    for part, tensors in changes.items():
-        for name, (before, after) in tensors.items():
-            change = after.float().cpu() - before.float().cpu()
-            total += float(change.double().square().sum())
-            layer, _, kind = name.rpartition(".")
-            if kind == "weight" and can_adapt(model.parts[part].get_submodule(layer), conv=True):
-                spectra[part, layer] = torch.linalg.svd(change.flatten(1), full_matrices=False)
-            else:
-                other_square += float(change.double().square().sum())
-    return spectra, other_square, total
-
-
-def _relative_error(
-    spectra: Mapping[Any, Sequence[Tensor]], unexplained: float, total: float, rank: int
-) -> float:
-    """Return the relative error of the factors of a rank, see the module's docstring."""
-    return float(
-        (
-            (
-                unexplained
-                + sum(
-                    float(values[rank:].double().square().sum())
-                    for _, values, _ in spectra.values()
-                )
-            )
-            / total
-        )
-        ** 0.5
-    )

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from concept_eraser.exporting.formats import Changes, differences, require_its_own
+from concept_eraser.exporting.formats import differences, require_its_own
+from concept_eraser.exporting.low_rank import Changes
 from concept_eraser.models import loading
 from concept_eraser.models.base import Model, require_finite
 from concept_eraser.recipes import recipe as recipes

@@ -51,6 +51,11 @@ class Factors:
         flat = (self.alpha / self.rank) * up.flatten(1) @ down.flatten(1)
         return flat.view(up.shape[0], *down.shape[1:])
 
+    def squared_length(self, layer: str) -> float:
+        """Return ||change||^2 of a layer, from the Gram matrices [rank, rank] of its factors."""
+        down, up = (one.flatten(1).double() for one in self.layers[layer])
+        return (self.alpha / self.rank) ** 2 * float(((up.T @ up) * (down @ down.T)).sum())
+
 
 def can_adapt(layer: nn.Module, *, conv: bool) -> bool:
     return isinstance(layer, nn.Linear) or (

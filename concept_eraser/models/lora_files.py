@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from concept_eraser.models import lora_metadata
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.lora import Factors, Pair
 from concept_eraser.models.single_file import ldm, transformers
@@ -31,6 +33,13 @@ _KOHYA: dict[str, dict[str, str]] = {
     "sd": {"denoiser": "lora_unet_", "text_encoder": "lora_te_"},
     "sdxl": {"denoiser": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"},
     "flux": {"denoiser": "lora_unet_", "text_encoder": "lora_te1_"},
+}
+# numbers of a file. fp8 is e4m3, sd-scripts' default of the two (library/utils.py, line 187)
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
 }
 _DOWN_UP = (
     ("lora_A.weight", "lora_B.weight"),
@@ -46,38 +55,76 @@ def save(
     *,
     kohya: bool = False,
     notes: Mapping[str, str] | None = None,
+    dtype: str = "fp32",
 ) -> None:
-    """Write the matrices of one or more parts of a pipeline. notes: for the file's header.
+    """Write the matrices of one or more parts of a pipeline.
 
-    Raises UserError if kohya has no names for the model's layers that are diffusers' own.
+    notes: for the file's header. dtype: one of DTYPES. Raises UserError as `build`.
+    """
+    tensors, header = build(model, factors, kohya=kohya, dtype=dtype)
+    write(tensors, {**(notes or {}), **header}, file)
+
+
+def write(tensors: Mapping[str, Tensor], header: Mapping[str, str], file: Path) -> None:
+    """Write what `build` returns."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), file, metadata=dict(header))
+
+
+def build(
+    model: Loaded, factors: Sequence[Factors], *, kohya: bool = False, dtype: str = "fp32"
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the header of a file.
+
+    Raises UserError if kohya has no names for the model's layers that are diffusers' own, or if
+    the naming has no place for the scales of fp8.
     """
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, Any] = {}
-    header = dict(notes or {})
     if kohya and model.family not in _KOHYA:
         raise UserError(
             f"no program reads kohya's names for the family {model.family!r} that we "
             "could test with; export --to lora, which ComfyUI reads too"
         )
+    if dtype == "fp8" and not kohya:
+        raise UserError(
+            "fp8 needs a scale for each layer, which diffusers' naming does not have; export "
+            "--to kohya, or use fp16"
+        )
     for part_factors in factors:
         if kohya:
-            tensors |= _kohya(model, part_factors)
+            tensors |= _kohya(model, part_factors, dtype)
             continue
         prefix = _component(model, part_factors.part)
         metadata |= {f"{prefix}.{key}": value for key, value in _config(part_factors).items()}
         for layer, (down, up) in part_factors.layers.items():
             stem = f"{prefix}.{_full(part_factors.part, layer)}"
-            tensors |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
-    if kohya:  # the title in the lists of A1111 and ComfyUI
-        header |= {
-            "ss_network_module": "networks.lora",
-            "ss_network_dim": str(factors[0].rank),
-            "ss_network_alpha": str(factors[0].alpha),
-        }
-    else:
-        header |= {"format": "pt", "lora_adapter_metadata": json.dumps(metadata, sort_keys=True)}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata=header)
+            tensors |= {
+                f"{stem}.lora_A.weight": down.to(DTYPES[dtype]),
+                f"{stem}.lora_B.weight": up.to(DTYPES[dtype]),
+            }
+    tensors = {name: value.contiguous() for name, value in tensors.items()}
+    if kohya:
+        return tensors, lora_metadata.network(model, tensors)
+    return tensors, {
+        "format": "pt",
+        "lora_adapter_metadata": json.dumps(metadata, sort_keys=True),
+    }
+
+
+def file_bytes(numbers: int, tensors: int, dtype: str = "fp32") -> int:
+    """Return the size of a LoRA file, without the text of its header.
+
+    numbers: of all matrices. tensors: how many matrices. An entry of the header takes about 150
+    bytes for each.
+    """
+    return numbers * DTYPES[dtype].itemsize + 150 * tensors
+
+
+def _octaves(value: Tensor) -> int:
+    """Return k such that the largest absolute entry of value / 2^k is in (1, 2]; 0 for zeros."""
+    largest = float(value.abs().max())
+    return math.ceil(math.log2(largest)) - 1 if largest else 0
 
 
 def _full(part: str, layer: str) -> str:
@@ -92,8 +139,11 @@ def _full(part: str, layer: str) -> str:
     )
 
 
-def _kohya(model: Loaded, one: Factors) -> dict[str, Tensor]:
-    """Return the tensors by kohya's names. Raises UserError if kohya has no name for a layer."""
+def _kohya(model: Loaded, one: Factors, dtype: str = "fp32") -> dict[str, Tensor]:
+    """Return the tensors by kohya's names. Raises UserError if kohya has no name for a layer.
+
+    fp8 has few exponents, so each matrix is divided by a power of 2 and alpha multiplied by it.
+    """
     tensors: dict[str, Tensor] = {}
     remaining = set(one.layers)
     for stem, layers in _kohya_stems(model, one.part):
@@ -101,10 +151,15 @@ def _kohya(model: Loaded, one: Factors) -> dict[str, Tensor]:
             continue
         remaining -= set(layers)
         down, up = one.layers[layers[0]] if len(layers) == 1 else _fuse(model, one, layers)
+        alpha = one.alpha * len(down) / one.rank
+        if dtype == "fp8":
+            octaves = _octaves(down), _octaves(up)
+            down, up = down * 2.0 ** -octaves[0], up * 2.0 ** -octaves[1]
+            alpha *= 2.0 ** sum(octaves)
         tensors |= {
-            f"{stem}.lora_down.weight": down,
-            f"{stem}.lora_up.weight": up,
-            f"{stem}.alpha": torch.tensor(one.alpha * len(down) / one.rank),
+            f"{stem}.lora_down.weight": down.to(DTYPES[dtype]),
+            f"{stem}.lora_up.weight": up.to(DTYPES[dtype]),
+            f"{stem}.alpha": torch.tensor(alpha),
         }
     if remaining:
         raise UserError(

@@ -43,6 +43,7 @@ BUNDLED = (
     "generation.precision=bf16",
 )
 LORA = {"rank": 64, "conv": True}
+WHOLE = ("all", "blocks")  # selections that a LoRA of the default recipe may have
 # learning rates on the bundled model: the leaderboard's choice for a LoRA and for all weights, and
 # the one for any other recipe
 LORA_RATE, RATE, CAREFUL = 2e-3, 8e-4, 1e-4
@@ -137,7 +138,7 @@ def _lora(settings: dict[str, Any], concepts: dict[str, dict[str, Any]]) -> dict
     if not isinstance(trainable, dict) or any(key in trainable for key in ALONE):
         return None
     lora_settings = trainable.get("lora", {})
-    others = "select" in trainable and not (trainable["select"] == "all" and "lora" in trainable)
+    others = "select" in trainable and not (trainable["select"] in WHOLE and "lora" in trainable)
     if others or _off(lora_settings):
         return None
     return {
@@ -217,10 +218,10 @@ def holds(recipe: recipes.Recipe, family: str | None) -> list[bool]:
     They should if all layers are trained and the sampler uses the unconditional prediction.
     """
     trainable = recipe.trainable
-    learns = (
-        recipe.target == "denoiser"
-        and trainable.select == "all"
-        and (trainable.lora is None or trainable.lora.conv)
+    learns = recipe.target == "denoiser" and (
+        trainable.select == "all"
+        if trainable.lora is None
+        else trainable.select in WHOLE and trainable.lora.conv
     )
     holdings = [
         objective.loss == "anchor" and objective.images != "free" and objective.teacher == "frozen"

@@ -36,9 +36,17 @@ _UNET_ENDS = ("conv_norm_out.", "conv_out.", "time_embedding.")
 # the same parts of MMDiT and Flux
 _JOINT_ENDS = ("norm_out.", "proj_out.", "time_text_embed.")
 
+# `blocks`: without the first and last layers and the embeddings of the time step. sd-scripts,
+# ComfyUI, A1111 and diffusers read all layers of a LoRA of it (models/lora_readers.py). The names
+# are diffusers' of a UNet, MMDiT, Flux and DiT, and transformers' of CLIP
+_BLOCK = re.compile(
+    r"(^|\.)(down_blocks|mid_block|up_blocks|(single_)?transformer_blocks|encoder\.layers)\."
+)
+
 # diffusers' names: attn1 is self-attention, attn2 cross-attention with the text
 _RULES: dict[str, Callable[[str], bool]] = {
     "all": lambda name: True,
+    "blocks": lambda name: _BLOCK.search(name) is not None,
     "cross_attention": lambda name: ".attn2." in name,
     "cross_attention_kv": lambda name: ".attn2.to_k." in name or ".attn2.to_v." in name,
     "self_attention": lambda name: ".attn1." in name,

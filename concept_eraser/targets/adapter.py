@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from concept_eraser.models.lora import Adapter, layers_of
+from concept_eraser.models.lora_files import file_bytes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.utils.provenance import derive_seed
 
@@ -32,6 +33,13 @@ def add_adapter(recipe: Recipe, part: nn.Module, selected_names: Sequence[str]) 
     layers = layers_of(part, selected_names, conv=lora.conv)
     seed = derive_seed(recipe.training.seed, "lora")
     return Adapter(part, layers, rank=lora.rank, alpha=lora.alpha, seed=seed)
+
+
+def file_megabytes(adapter: Adapter, dtype: str = "fp32") -> float:
+    """Return the size of the adapter's file, in 10^6 bytes. dtype: one of lora_files.DTYPES."""
+    tensors = adapter.tensors
+    numbers = sum(adapter.module.get_parameter(name).numel() for name in tensors)
+    return file_bytes(numbers, len(tensors), dtype) / 1e6
 
 
 @contextmanager

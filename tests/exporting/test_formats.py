@@ -416,5 +416,15 @@ def test_the_command(runs) -> None:
     assert result.exit_code == 0, result.output
     assert "(rank 2; its own factors)" in result.output
     assert (runs["lora"] / "exports" / "lora-kohya.safetensors").is_file()
+    assert "ignores" not in result.output, "every program reads the cross-attention"
     refusal = CliRunner().invoke(app, command)
     assert "exists already" in str(refusal.exception)
+
+
+def test_the_command_warns_of_layers_that_a_program_ignores(runs, tmp_path: Path) -> None:
+    output = str(tmp_path / "a.safetensors")
+    result = CliRunner().invoke(app, ["export", str(runs["conv"]), "--to", "kohya", "-o", output])
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert "warning: sd-scripts ignores 4 of the 83 layers (conv_in, " in text
+    assert "--select blocks --lora RANK" in text

@@ -1,0 +1,143 @@
+"""The header of a LoRA file in kohya's naming, as sd-scripts writes it.
+
+Only keys whose meaning was read are written (kohya-ss/sd-scripts 48d368f):
+
+* `ss_network_module`, `ss_network_dim`, `ss_network_alpha`, `ss_network_args`, `ss_v2`,
+  `ss_base_model_version`: networks/extract_lora_from_models.py, lines 242-255;
+  networks/flux_extract_lora.py, lines 129-138; library/train_util.py, lines 3455-3492. "Dynamic"
+  where the layers differ: networks/resize_lora.py, lines 357-358
+* `ss_output_name`, `ss_training_comment`, `ss_sd_model_name`, `ss_new_sd_model_hash`:
+  train_network.py, lines 1006, 1038 and 1206-1213
+* `sshs_model_hash`: library/train_util.py, lines 3259-3299
+* `modelspec.*`: library/sai_model_spec.py, lines 20-65, 193-269 and 316-346
+
+A1111 takes the version of a LoRA from `ss_base_model_version` and `ss_v2`. With an SDXL or SD 2
+model it lists only LoRAs of that version (stable-diffusion-webui f2844bd,
+extensions-builtin/Lora/network.py, detect_version, and ui_extra_networks_lora.py, create_item).
+`modelspec.date` is not written, so that the same export gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
+
+from concept_eraser.models.base import Loaded
+from concept_eraser.storage.digests import file_digest
+
+_STABILITY = "https://github.com/Stability-AI/generative-models"
+_FLUX = "https://github.com/black-forest-labs/flux"
+# of the UNet's cross-attention: library/model_util.py, lines 36 and 50
+_WIDTHS = {768: "sd_v1", 1024: "sd_v2"}
+_ARCHITECTURES = {
+    "sd_v1": "stable-diffusion-v1",
+    "sd_v1_v": "stable-diffusion-v1",
+    "sd_v2": "stable-diffusion-v2-512",
+    "sd_v2_v": "stable-diffusion-v2-768-v",
+    "sdxl_base_v1-0": "stable-diffusion-xl-v1-base",
+}
+
+
+def base_version(model: Loaded) -> str | None:
+    """Return sd-scripts' name of the model's version, or None if it has none.
+
+    Stable Diffusion 1 and 2 differ by the width of the text (768, 1024). The bundled model has
+    neither.
+    """
+    if model.family in ("sdxl", "flux"):
+        return {"sdxl": "sdxl_base_v1-0", "flux": "flux1"}[model.family]
+    denoiser: Any = model.parts.get("denoiser")
+    width = getattr(getattr(denoiser, "config", None), "cross_attention_dim", None)
+    version = _WIDTHS.get(width) if model.family == "sd" and isinstance(width, int) else None
+    return version and version + ("_v" if _prediction(model) == "v_prediction" else "")
+
+
+def _prediction(model: Loaded) -> str | None:
+    scheduler = getattr(getattr(model, "pipeline", None), "scheduler", None)
+    return getattr(getattr(scheduler, "config", None), "prediction_type", None)
+
+
+def network(model: Loaded, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the keys about the matrices, the base model and the hash of the file.
+
+    Args:
+        model: The original model.
+        tensors: The file's tensors, by kohya's names.
+    """
+    downs = [value for name, value in tensors.items() if name.endswith(".lora_down.weight")]
+    ranks = {str(len(value)) for value in downs}
+    alphas = {str(float(value)) for name, value in tensors.items() if name.endswith(".alpha")}
+    rank, alpha = (one.pop() if len(one) == 1 else "Dynamic" for one in (ranks, alphas))
+    version = base_version(model)
+    keys = {
+        "ss_network_module": "networks.lora_flux" if model.family == "flux" else "networks.lora",
+        "ss_network_dim": rank,
+        "ss_network_alpha": alpha,
+        "ss_sd_model_name": _name(model.source),
+        "sshs_model_hash": _hash(tensors),
+    }
+    if any(value.dim() == 4 and value.shape[-1] > 1 for value in downs):
+        keys["ss_network_args"] = json.dumps({"conv_dim": rank, "conv_alpha": alpha})
+    if version:
+        keys |= {"ss_v2": str(version.startswith("sd_v2")), "ss_base_model_version": version}
+    if Path(model.source).is_file():
+        keys["ss_new_sd_model_hash"] = file_digest(Path(model.source))
+    return keys
+
+
+def _name(source: str) -> str:
+    """Return the last component of a path that exists, as sd-scripts does, else the name."""
+    return Path(source).name if Path(source).exists() else source
+
+
+def _hash(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the file's bytes after its header."""
+    content = save({name: value.contiguous() for name, value in tensors.items()})
+    start = 8 + int.from_bytes(content[:8], "little")
+    return hashlib.sha256(memoryview(content)[start:]).hexdigest()
+
+
+def description(
+    model: Loaded, title: str, comment: str, *, tags: str, usage: str
+) -> dict[str, str]:
+    """Return the keys that programs show: name, comment, and the specification `modelspec`.
+
+    The specification needs the architecture, so a model of no known version has none.
+
+    Args:
+        model: The original model.
+        title: The name of the file without its ending.
+        comment: What the LoRA does.
+        tags: Tags, with commas between them.
+        usage: A short hint.
+    """
+    keys = {"ss_output_name": title, "ss_training_comment": comment}
+    version = base_version(model)
+    if version is None:
+        return keys
+    guided = getattr(getattr(model.parts["denoiser"], "config", None), "guidance_embeds", False)
+    flux = "flux-1-dev" if guided else "flux-1-schnell"
+    specification = {
+        "sai_model_spec": "1.0.1",
+        "architecture": f"{_ARCHITECTURES.get(version, flux)}/lora",
+        "implementation": {"flux": _FLUX, "sdxl": _STABILITY}.get(model.family, "diffusers"),
+        "title": title,
+        "resolution": _resolution(version),
+        "description": comment,
+        "tags": tags,
+        "usage_hint": usage,
+    }
+    if model.family != "flux":
+        specification["prediction_type"] = "v" if version.endswith("_v") else "epsilon"
+    return keys | {f"modelspec.{key}": value for key, value in specification.items()}
+
+
+def _resolution(version: str) -> str:
+    side = {"sdxl_base_v1-0": 1024, "flux1": 1024, "sd_v2_v": 768}.get(version, 512)
+    return f"{side}x{side}"

@@ -1,0 +1,182 @@
+"""Which layers of a LoRA file each program reads.
+
+A program ignores the other layers of a file without an error. What it generates then differs from
+the trained model. The table was read in the programs' code; they were not run here. Layers have
+diffusers' names. `--to kohya` writes one naming, `--to lora` the other (see lora_files).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from concept_eraser.models.lora import Factors
+
+_EVERY = r""
+_UNET_BLOCKS = r"^(down_blocks|mid_block|up_blocks)\."
+_FLUX_BLOCKS = r"^(transformer_blocks|single_transformer_blocks)\."
+_FLUX_EMBEDDERS = r"^(x_embedder|context_embedder|time_text_embed)\."
+_CLIP = r"(^|\.)encoder\.layers\.\d+\.(self_attn|mlp)\."
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One program that reads LoRA files of one naming.
+
+    Attributes:
+        program: Its name.
+        naming: "kohya" or "diffusers".
+        families: The model families that the entry is for.
+        denoiser: A regular expression that occurs in the names of the layers that it reads.
+        text: The same for the layers of the text encoders.
+        source: Where this was read: repository, commit, file, lines.
+    """
+
+    program: str
+    naming: str
+    families: tuple[str, ...]
+    denoiser: str
+    text: str
+    source: str
+
+    def reads(self, part: str, layer: str) -> bool:
+        """Whether the program reads a layer of a part of the pipeline."""
+        pattern = self.text if part in TEXT_ENCODERS else self.denoiser
+        return re.search(pattern, layer) is not None
+
+
+READERS = (
+    Reader(
+        program="sd-scripts",
+        naming="kohya",
+        families=("sd", "sdxl"),
+        denoiser=_UNET_BLOCKS,
+        text=_CLIP,
+        source="kohya-ss/sd-scripts 48d368f, networks/lora.py, lines 867-869 and 962-971: linear "
+        "layers and convolutions inside Transformer2DModel, ResnetBlock2D, Downsample2D and "
+        "Upsample2D; CLIPAttention, CLIPMLP",
+    ),
+    Reader(
+        program="sd-scripts",
+        naming="kohya",
+        families=("flux",),
+        denoiser=rf"{_FLUX_BLOCKS}|{_FLUX_EMBEDDERS}",
+        text=_CLIP,
+        source="kohya-ss/sd-scripts 48d368f, networks/lora_flux.py, lines 709-711, 775 and 951-965",
+    ),
+    Reader(
+        program="ComfyUI",
+        naming="kohya",
+        families=("sd", "sdxl", "flux"),
+        denoiser=_EVERY,
+        text=rf"{_CLIP}|^text_projection$",
+        source="Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet (each weight of the "
+        "model, by its original name and by diffusers') and model_lora_keys_clip; comfy/utils.py, "
+        "UNET_MAP_BASIC",
+    ),
+    Reader(
+        program="ComfyUI",
+        naming="diffusers",
+        families=("sd", "sdxl"),
+        # of attention it expects `.processor.to_q`, the naming before peft's
+        denoiser=r"^(?!.*\.to_(q|k|v|out\.0)$)",
+        text=_CLIP,
+        source="Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet",
+    ),
+    Reader(
+        program="A1111",
+        naming="kohya",
+        families=("sd", "sdxl"),
+        denoiser=_EVERY,
+        text=_CLIP,
+        source="AUTOMATIC1111/stable-diffusion-webui 873edba, extensions-builtin/Lora/networks.py, "
+        "lines 57-99 (Stable Diffusion 1 and 2) and load_network (SDXL)",
+    ),
+    Reader(
+        program="diffusers",
+        naming="kohya",
+        families=("sd", "sdxl"),
+        denoiser=_EVERY,
+        text=rf"{_CLIP}|^text_projection$",
+        source="diffusers 0.42.1, loaders/lora_conversion_utils.py, lines 74-79 and 259-358",
+    ),
+    Reader(
+        program="diffusers",
+        naming="kohya",
+        families=("flux",),
+        denoiser=_FLUX_BLOCKS,
+        text=_CLIP,
+        source="diffusers 0.42.1, loaders/lora_conversion_utils.py, lines 380-700",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """The layers of a LoRA that one program ignores.
+
+    Attributes:
+        program: Its name.
+        naming: "kohya" or "diffusers".
+        layers: The layers, with their part if it is not the denoiser.
+        of: The number of layers in the file.
+        share: The share of the squared length of the whole change that lies in these layers.
+    """
+
+    program: str
+    naming: str
+    layers: tuple[str, ...]
+    of: int
+    share: float
+
+    def sentence(self) -> str:
+        """Return the warning for the user, with what to do."""
+        names = ", ".join(self.layers[:4]) + (", ..." if len(self.layers) > 4 else "")
+        advice = (
+            f"export --to kohya for {self.program}"
+            if self.naming == "diffusers"
+            else "train with --select blocks --lora RANK to leave them out"
+        )
+        return (
+            f"{self.program} ignores {len(self.layers)} of the {self.of} layers ({names}), with "
+            f"{100 * self.share:.2g} % of the squared length of the change; {advice}"
+        )
+
+
+def find_ignored(
+    family: str, factors: Sequence[Factors], naming: str, readers: Sequence[Reader] = READERS
+) -> tuple[Ignored, ...]:
+    """Return for each program the layers that it ignores, without programs that read all.
+
+    Args:
+        family: The model's family.
+        factors: The LoRA, one entry for each part.
+        naming: The naming of the file: "kohya" or "diffusers".
+        readers: The table.
+    """
+    squares: Mapping[tuple[str, str], float] = {
+        (one.part, layer): one.squared_length(layer) for one in factors for layer in one.layers
+    }
+    total = sum(squares.values())
+    findings = []
+    for reader in readers:
+        if reader.naming != naming or family not in reader.families:
+            continue
+        places = [place for place in squares if not reader.reads(*place)]
+        if places:
+            share = sum(squares[place] for place in places) / total if total else 0.0
+            names = tuple(
+                layer if part == "denoiser" else f"{part}.{layer}" for part, layer in places
+            )
+            findings.append(
+                Ignored(
+                    program=reader.program,
+                    naming=naming,
+                    layers=names,
+                    of=len(squares),
+                    share=share,
+                )
+            )
+    return tuple(findings)

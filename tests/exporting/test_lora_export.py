@@ -1,0 +1,303 @@
+"""LoRA files of lower rank, of fewer bits, and with the header that sd-scripts writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from concept_eraser.cli import dry_run
+from concept_eraser.cli.main import app
+from concept_eraser.exporting import formats
+from concept_eraser.models import lora_files, lora_metadata
+from concept_eraser.models.lora import Factors
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.targets.adapter import add_adapter
+from concept_eraser.utils.errors import UserError
+from tests.models.test_lora import one_step_recipe, plain
+
+RANK, ALPHA = 6, 3.0
+LAYERS = (
+    "mid_block.attentions.0.transformer_blocks.0.attn2.to_k",
+    "mid_block.attentions.0.transformer_blocks.0.ff.net.2",
+    "down_blocks.0.resnets.0.conv1",
+)
+
+
+@pytest.fixture(scope="module")
+def factors(shared_tiny: Any) -> Factors:
+    """Random factors of falling size: the last ones can be left out."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.logspace(0, -2, RANK)
+    layers = {}
+    for name in LAYERS:
+        out, *inner = shared_tiny.denoiser.get_parameter(f"{name}.weight").shape
+        down = torch.randn(RANK, *inner, generator=generator) / math.prod(inner) ** 0.5
+        up = torch.randn(out, RANK, generator=generator) * sizes * 0.05
+        layers[name] = down, up.view(out, RANK, *[1] * (len(inner) - 1))
+    return Factors("denoiser", layers, RANK, ALPHA)
+
+
+@pytest.fixture(scope="module")
+def lora(factors: Factors, shared_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same factors as a file in diffusers' naming."""
+    file = tmp_path_factory.mktemp("lora") / "star.safetensors"
+    lora_files.save(shared_tiny, [factors], file)
+    return file
+
+
+def header_of(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as content:
+        return dict(content.metadata())
+
+
+def changes_in(model: Any, file: Path) -> dict[str, torch.Tensor]:
+    (one,) = lora_files.read(model, load_file(file), header_of(file), str(file))
+    return {layer: one.change(layer) for layer in one.layers}
+
+
+def kohya_changes(file: Path) -> dict[str, torch.Tensor]:
+    """The changes as sd-scripts, ComfyUI and A1111 compute them: alpha / rank x up @ down.
+
+    sd-scripts 48d368f, networks/lora.py, lines 69-72 and 199-216; ComfyUI 0323d87,
+    comfy/weight_adapter/lora.py, calculate_weight; A1111 f2844bd, network.py, calc_scale.
+    """
+    tensors = load_file(file)
+    changes = {}
+    for layer in LAYERS:
+        stem = "lora_unet_" + layer.replace(".", "_")
+        down, up = (tensors[f"{stem}.lora_{key}.weight"].float() for key in ("down", "up"))
+        product = torch.mm(up.flatten(1), down.flatten(1)).view(len(up), *down.shape[1:])
+        changes[layer] = float(tensors[f"{stem}.alpha"]) / len(down) * product
+    return changes
+
+
+@pytest.mark.parametrize("to", ["kohya", "lora"])
+def test_a_lower_rank_is_the_svd_of_the_product(
+    to: str, factors: Factors, lora: Path, tmp_path: Path, shared_tiny: Any
+) -> None:
+    file = tmp_path / "small.safetensors"
+    result = formats.export(lora, to, before=shared_tiny, rank=2, max_error=0.9, output=file)
+    written, tails, totals = changes_in(shared_tiny, file), {}, {}
+    for layer in LAYERS:
+        change = factors.change(layer)
+        left, values, right = torch.linalg.svd(change.flatten(1).double(), full_matrices=False)
+        best = (left[:, :2] * values[:2]) @ right[:2]
+        torch.testing.assert_close(
+            written[layer], best.view(change.shape).float(), atol=1e-6, rtol=0
+        )
+        tails[layer], totals[layer] = values[2:].square().sum(), values.square().sum()
+    shares = {layer: float(tails[layer] / totals[layer]) ** 0.5 for layer in LAYERS}
+    expected = float(sum(tails.values()) / sum(totals.values())) ** 0.5
+    assert result.error == pytest.approx(expected, rel=1e-4)
+    assert result.layer_errors is not None
+    assert result.layer_errors.mean == pytest.approx(sum(shares.values()) / 3, rel=1e-4)
+    assert result.layer_errors.worst == pytest.approx(max(shares.values()), rel=1e-4)
+    assert result.layer_errors.worst_layer == max(shares, key=lambda layer: shares[layer])
+    assert result.rank == 2
+    header = header_of(file)
+    assert header["layer_error_worst"] == f"{result.layer_errors.worst:.3g}"
+    assert header["layer_error_mean"] == f"{result.layer_errors.mean:.3g}"
+    assert header["relative_error"] == f"{result.error:.3g}"
+    if to == "kohya":
+        assert header["ss_network_dim"] == "2"
+        assert header["ss_training_comment"].startswith("dimension is resized from 6 to 2; ")
+
+
+def test_a_rank_that_suffices_keeps_the_factors(
+    factors: Factors, lora: Path, tmp_path: Path, shared_tiny: Any
+) -> None:
+    file = tmp_path / "same.safetensors"
+    result = formats.export(lora, "kohya", before=shared_tiny, rank=RANK + 2, output=file)
+    assert (result.rank, result.error, result.layer_errors) == (RANK, 0.0, None)
+    with pytest.raises(
+        UserError, match=r"of rank 1 leaves 0\.\d+ of the change.*rank [2-5] leaves"
+    ):
+        formats.export(
+            lora, "kohya", before=shared_tiny, rank=1, output=tmp_path / "no.safetensors"
+        )
+
+
+def test_the_same_change_comes_out_of_each_file(
+    factors: Factors, lora: Path, tmp_path: Path, shared_tiny: Any
+) -> None:
+    """By the formula of kohya's readers, by our reader, and by PEFT's layers in diffusers."""
+    kohya = tmp_path / "kohya.safetensors"
+    lora_files.save(shared_tiny, [factors], kohya, kohya=True)
+    assert {float(v) for k, v in load_file(kohya).items() if k.endswith("alpha")} == {ALPHA}
+    by_formula = kohya_changes(kohya)
+    pipe = plain()
+    for file in (lora, kohya):
+        read = changes_in(shared_tiny, file)
+        pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name="x")
+        for layer in LAYERS:
+            expected = factors.change(layer)
+            by_peft = pipe.unet.get_submodule(layer).get_delta_weight("x")
+            for found in (read[layer], by_formula[layer], by_peft):
+                torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        pipe.unload_lora_weights()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [("fp16", 1e-5, 1e-3), ("bf16", 5e-4, 5e-3), ("fp8", 0.01, 0.06)]
+)
+def test_fewer_bits_with_the_measured_error(
+    dtype: str,
+    least: float,
+    most: float,
+    factors: Factors,
+    lora: Path,
+    tmp_path: Path,
+    shared_tiny: Any,
+) -> None:
+    file = tmp_path / "small.safetensors"
+    result = formats.export(lora, "kohya", before=shared_tiny, dtype=dtype, output=file)
+    written, wanted = kohya_changes(file), {layer: factors.change(layer) for layer in LAYERS}
+    error = sum(float((written[k] - wanted[k]).square().sum()) for k in LAYERS)
+    total = sum(float(wanted[k].square().sum()) for k in LAYERS)
+    assert result.rounding == pytest.approx((error / total) ** 0.5, rel=1e-3)
+    assert least < result.rounding < most
+    matrices = {v.dtype for k, v in load_file(file).items() if not k.endswith("alpha")}
+    assert matrices == {lora_files.DTYPES[dtype]}
+    assert header_of(file)["rounding_error"] == f"{result.rounding:.3g}"
+    if dtype != "fp8":
+        names = formats.export(
+            lora, "lora", before=shared_tiny, dtype=dtype, output=tmp_path / "names.safetensors"
+        )
+        assert names.rounding == pytest.approx(result.rounding, rel=1e-3)
+
+
+def test_fp8_holds_small_changes_too(lora: Path, tmp_path: Path, shared_tiny: Any) -> None:
+    """Numbers below 2^-9 are zeros in e4m3. The scale of each layer goes into its alpha."""
+    result = formats.export(
+        lora,
+        "kohya",
+        before=shared_tiny,
+        strength=1e-3,
+        dtype="fp8",
+        output=tmp_path / "small.safetensors",
+    )
+    assert result.rounding < 0.06
+    header = header_of(result.path)
+    assert header["ss_network_alpha"] == "Dynamic"
+    with pytest.raises(UserError, match="fp8 needs a scale for each layer"):
+        formats.export(
+            lora, "lora", before=shared_tiny, dtype="fp8", output=tmp_path / "no.safetensors"
+        )
+    with pytest.raises(UserError, match="--dtype is for LoRA files"):
+        formats.export(lora, "single-file", dtype="fp16", output=tmp_path / "no.safetensors")
+    with pytest.raises(UserError, match="did you mean 'fp16'"):
+        formats.export(lora, "kohya", dtype="fp61", output=tmp_path / "no.safetensors")
+
+
+def test_the_header_of_a_file_in_kohyas_naming(
+    lora: Path, tmp_path: Path, shared_tiny: Any
+) -> None:
+    files = [tmp_path / name / "no_star.safetensors" for name in ("a", "b")]
+    for file in files:
+        formats.export(lora, "kohya", before=shared_tiny, output=file)
+    content = files[0].read_bytes()
+    assert content == files[1].read_bytes(), "the same export gives the same bytes"
+    header = header_of(files[0])
+    start = 8 + int.from_bytes(content[:8], "little")
+    assert header["sshs_model_hash"] == hashlib.sha256(content[start:]).hexdigest()
+    assert header["ss_network_module"] == "networks.lora"
+    assert header["ss_output_name"] == "no_star"
+    assert json.loads(header["ss_network_args"]) == {
+        "conv_dim": header["ss_network_dim"],
+        "conv_alpha": header["ss_network_alpha"],
+    }
+    assert header["ss_network_dim"] == str(RANK)
+    assert "/" not in header["ss_sd_model_name"]
+    assert not any(name.startswith("modelspec.") for name in header), "it has no known architecture"
+
+
+def model_of(
+    family: str, width: Any = None, prediction: str = "epsilon", guided: bool = False
+) -> Any:
+    """What the header needs of a model."""
+    config = SimpleNamespace(cross_attention_dim=width, guidance_embeds=guided)
+    scheduler = SimpleNamespace(config=SimpleNamespace(prediction_type=prediction))
+    return SimpleNamespace(
+        family=family,
+        source="owner/name",
+        parts={"denoiser": SimpleNamespace(config=config)},
+        pipeline=SimpleNamespace(scheduler=scheduler),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "v2", "architecture", "resolution"),
+    [
+        (model_of("sd", 768), "sd_v1", "False", "stable-diffusion-v1/lora", "512x512"),
+        (model_of("sd", 1024), "sd_v2", "True", "stable-diffusion-v2-512/lora", "512x512"),
+        (
+            model_of("sd", 1024, "v_prediction"),
+            "sd_v2_v",
+            "True",
+            "stable-diffusion-v2-768-v/lora",
+            "768x768",
+        ),
+        (
+            model_of("sdxl", 2048),
+            "sdxl_base_v1-0",
+            "False",
+            "stable-diffusion-xl-v1-base/lora",
+            "1024x1024",
+        ),
+        (model_of("flux", guided=True), "flux1", "False", "flux-1-dev/lora", "1024x1024"),
+        (model_of("flux"), "flux1", "False", "flux-1-schnell/lora", "1024x1024"),
+    ],
+)
+def test_managers_see_the_version_of_the_base_model(
+    model: Any, version: str, v2: str, architecture: str, resolution: str
+) -> None:
+    tensors = {"a.lora_down.weight": torch.ones(2, 3), "a.alpha": torch.tensor(2.0)}
+    header = lora_metadata.network(model, tensors)
+    assert (header["ss_base_model_version"], header["ss_v2"]) == (version, v2)
+    assert header["ss_sd_model_name"] == "owner/name"
+    flux = model.family == "flux"
+    assert header["ss_network_module"] == ("networks.lora_flux" if flux else "networks.lora")
+    shown = lora_metadata.description(model, "no_star", "forgets star", tags="a, b", usage="1")
+    assert shown["modelspec.architecture"] == architecture
+    assert shown["modelspec.resolution"] == resolution
+    assert shown["modelspec.title"] == shown["ss_output_name"] == "no_star"
+    assert ("modelspec.prediction_type" in shown) is not flux
+
+
+def test_the_dry_run_states_the_size_of_the_file(tmp_path: Path, tiny: Any) -> None:
+    settings = {"select": "all", "lora": {"rank": 8, "conv": True}}
+    recipe = recipes.load(one_step_recipe(trainable=settings))
+    line = dry_run._weights(recipe, tiny)
+    names = [name for name, _ in tiny.denoiser.named_parameters()]
+    adapter = add_adapter(recipe, tiny.denoiser, names)
+    assert adapter is not None
+    factors = adapter.factors("denoiser")
+    adapter.remove()
+    sizes = {}
+    for dtype in ("fp32", "fp16"):
+        file = tmp_path / f"{dtype}.safetensors"
+        lora_files.save(tiny, [factors], file, dtype=dtype)
+        sizes[dtype] = file.stat().st_size / 1e6
+    words = line.split("its file has about ")[1].split()
+    assert float(words[0]) == pytest.approx(sizes["fp32"], rel=0.03)
+    assert float(words[3]) == pytest.approx(sizes["fp16"], rel=0.03)
+
+
+def test_the_command_prints_what_rank_and_dtype_cost(lora: Path, tmp_path: Path) -> None:
+    command = ["export", str(lora), "--to", "kohya", "--before", "tiny-sd", "--rank", "2"]
+    output = ["--dtype", "bf16", "--max-error", "0.9", "-o", str(tmp_path / "a.safetensors")]
+    result = CliRunner().invoke(app, [*command, *output])
+    assert result.exit_code == 0, result.output
+    assert "(rank 2; it leaves 0." in result.output
+    assert "relative error of a layer: mean 0." in result.output
+    assert "rounding to bf16: relative error 0.0" in result.output
