@@ -30,7 +30,10 @@ def share(*, is_shared: bool) -> None:
     _is_shared = is_shared
 
 
-def _from_pretrained(cls: Any, location: Any, *arguments: Any, **options: Any) -> Any:
+def _from_pretrained(
+    cls: Any, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any
+) -> Any:
+    location = pretrained_model_name_or_path
     folder = Path(location, options.get("subfolder") or "")
     is_local = _is_shared and threading.current_thread() is threading.main_thread()
     if not (is_local and folder.is_dir() and not arguments):
