@@ -366,6 +366,24 @@ def read_tensor_header(path: Path) -> tuple[dict[str, str], list[str]]:
         ) from None
 
 
+def read_tensor_types(path: Path) -> dict[str, str]:
+    """Return the precision of each tensor of a safetensors file by its name, such as "F16".
+
+    No tensor is read. Raises UserError as `read_tensors`.
+    """
+    from safetensors import safe_open
+
+    require_regular(path)
+    try:
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            return {name: file.get_slice(name).get_dtype() for name in names}
+    except Exception as error:
+        raise UserError(
+            f"{path} is damaged or truncated ({first_line(error)}); copy it again, or make it again"
+        ) from None
+
+
 def require_regular(path: Path) -> None:
     """Raise UserError if a path is no regular file that can be read."""
     try:
