@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from concept_eraser.models import loading, lora_files, single_file
+from concept_eraser.models import loading, lora_files, run_base, single_file
 from concept_eraser.models.base import Model, require_finite
 from concept_eraser.models.lora import Factors, Pair, can_adapt
 from concept_eraser.recipes import recipe as recipes
@@ -162,7 +162,7 @@ def _base_of(source: Path) -> str | None:
     if not path.is_file():
         return None
     recipe = recipes.load(str(path))
-    if not (source / "pipeline").is_dir():
+    if not (source / "pipeline").is_dir() and not run_base.is_rebuilt(source):
         summary = (
             "is not finished"
             if not (source / "done.json").is_file()
