@@ -165,8 +165,8 @@ def erase(
         typer.Option(
             "--dry-run",
             help=(
-                "check everything, print the resolved recipe, estimate memory, disk space and time; "
-                "nothing is trained or downloaded"
+                "check everything, print the resolved recipe, estimate memory, disk space and "
+                "time; nothing is trained or downloaded"
             ),
         ),
     ] = False,
