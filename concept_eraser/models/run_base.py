@@ -11,13 +11,15 @@ They do not depend on the names of the tensors, which the libraries change betwe
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from concept_eraser.models import lora_files
 from concept_eraser.models.base import Loaded, Model
@@ -27,6 +29,7 @@ from concept_eraser.utils.errors import UserError, names_text, quote
 
 FILE = "base.json"
 WEIGHTS = "weights.safetensors"
+THREADS = 8  # at most, for the sums of a checkpoint
 _PARTS = {"unet": "denoiser", "transformer": "denoiser"}  # the names of parts in a file's header
 
 
@@ -58,15 +61,22 @@ class RunBase:
 
 
 def weights_digest(module: nn.Module) -> str:
-    """Return the SHA-256 of all floating-point tensors of a module, without their names."""
-    digests = set()
-    for value in module.state_dict().values():
-        if value.is_floating_point():
-            flat = value.detach().float().cpu().contiguous().flatten()
-            digest = hashlib.sha256(f"{tuple(value.shape)};".encode())
-            digest.update(flat.view(torch.uint8).numpy().data)
-            digests.add(digest.hexdigest())
+    """Return the SHA-256 of all floating-point tensors of a module, without their names.
+
+    Several threads compute it, since it takes seconds for a real checkpoint.
+    """
+    tensors = [value for value in module.state_dict().values() if value.is_floating_point()]
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        digests = set(pool.map(_tensor_digest, tensors))
     return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
+
+
+def _tensor_digest(value: Tensor) -> str:
+    """Return the SHA-256 of a tensor's shape and its values in fp32."""
+    digest = hashlib.sha256(f"{tuple(value.shape)};".encode())
+    flat = value.detach().float().cpu().contiguous().flatten()
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def read(folder: Path) -> RunBase | None:
