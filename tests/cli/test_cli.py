@@ -152,6 +152,7 @@ def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
     dry = cli("erase", "mine.yaml", "--dry-run")
     assert dry.returncode == 0, dry.stderr
     assert "anchor: 'a flat red circle on a white background'" in dry.stdout
+    assert "disk (an estimate): " in dry.stdout
     assert "did you mean" not in dry.stdout
     typo = cli("erase", "mine.yaml", "forget.anchor.shape=circel", "--dry-run")
     assert (
