@@ -28,13 +28,14 @@ from concept_eraser.exporting.model_card import card as card
 from concept_eraser.models import loading
 from concept_eraser.models.base import Loaded, Model, ModelSource
 from concept_eraser.models.families.clip import Clip
+from concept_eraser.models.run_base import RunBase
 from concept_eraser.models.safeguards import Guard
 from concept_eraser.recipes import keywords
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.registry import memory_name
 from concept_eraser.reporting import attack_sheet, html, plots, run_results, write
-from concept_eraser.runs import concept_job, labelled_measurement, suite_matching
+from concept_eraser.runs import concept_job, disk_estimate, labelled_measurement, suite_matching
 from concept_eraser.runs import job as jobs
 from concept_eraser.runs.labelled_measurement import LabelledEvaluation as LabelledEvaluation
 from concept_eraser.storage import locks, output_folder
@@ -134,6 +135,7 @@ def erase(
     training: keywords.TrainingSettings | None = None,
     generation: keywords.GenerationSettings | None = None,
     memory: keywords.MemoryPreset | None = None,
+    save: keywords.SavedWeights | None = None,
     overrides: Sequence[str] = (),
     output: str | Path | None = None,
     resume: bool = False,
@@ -194,6 +196,9 @@ def erase(
         training: length, optimizer and precision of the training.
         generation: the sampler of the training images.
         memory: a preset for the memory of a GPU, such as "24gb". Other keywords take precedence.
+        save: what the run folder holds of the weights. "lora" is the LoRA alone, "changed" the
+            changed tensors and the LoRA, "pipeline" the whole model too (default: "lora" if the run
+            trains a LoRA and its model has a name, else "pipeline").
         overrides: overrides of the recipe, such as "training.lr=1e-4".
         output: the run folder; default: runs/<concept>, or runs/<fingerprint of the recipe>.
         resume: continue an unfinished run.
@@ -256,6 +261,7 @@ def erase(
         "memory": memory,
     }
     name = model if source is None else _name_of(source)
+    overrides = [*overrides, *([f"save={save}"] if save is not None else [])]
     names = concept_job.concept_names(recipe, kind=kind, anchor=anchor, images=images)
     suite_texts = concept_job.suites_beside(recipe)
     plan_concepts = partial(
@@ -298,6 +304,8 @@ def erase(
             allow_code=allow_code,
         )
         loaded_model.configure(job.model_options)
+        saved = job.weights_to_save(has_name=source is None and not allow_pickle)
+        disk_estimate.check(job, loaded_model, folder, saved=saved)
         if plan is not None and isinstance(loaded_model, Model):
             concept_job.require_text_encoder(loaded_model)
             plan = plan_concepts(text_encoder=loaded_model)
@@ -312,6 +320,7 @@ def erase(
                 cache=cache,
             )
         command = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
+        base_name = str(getattr(source, "source", job.model))
         work = jobs.Job(
             recipe=job,
             model=loaded_model,
@@ -319,6 +328,11 @@ def erase(
             progress=progress,
             cache=cache,
             objects=objects,
+            base=(
+                RunBase.of(loaded_model, base_name)
+                if saved != "pipeline" and distributed.is_first()
+                else None
+            ),
             on_step=on_step,
             claim=lambda: jobs.claim_folder(
                 folder, job, overwrite=overwrite, command=command, suites=suite_texts

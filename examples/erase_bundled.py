@@ -3,7 +3,7 @@
     python examples/erase_bundled.py star
 
 The bundled model draws painted shapes: try blue, dotted or fish too. Nothing is downloaded.
-The run folder has the LoRA, the whole pipeline, the report and the images before and after.
+The run folder has the LoRA, the report and the images before and after.
 """
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -52,7 +52,7 @@ def main() -> None:
     group = evaluation.groups["direct"]
     rows = [np.hstack(group.images[when][:8].numpy()) for when in ("before", "after")]
     Image.fromarray(np.vstack(rows)).save(run.folder / "before_after.png")
-    print(f"LoRA, pipeline, report.html and before_after.png are in {run.folder}")
+    print(f"LoRA, report.html and before_after.png are in {run.folder}")
 
 
 if __name__ == "__main__":

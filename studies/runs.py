@@ -45,7 +45,7 @@ def run_one(
         "evaluation": evaluation.as_dict(),
     }
     result_file.write_text(dumps(result))
-    # weights.safetensors is enough to load it again
+    # the LoRA or weights.safetensors is enough to load it again
     shutil.rmtree(folder / "pipeline", ignore_errors=True)
     print(
         (
@@ -101,7 +101,9 @@ def size(folder: Path) -> int:
 
 
 def erased_model(run: api.Run) -> Any:
-    """Return the erased model, from the changed tensors of a finished run."""
+    """Return the erased model, from the LoRA or the changed tensors of a finished run."""
+    if not (run.folder / "weights.safetensors").is_file():
+        return api.load(run.folder)
     model = api.load(run.recipe.model)
     tensors = load_file(run.folder / "weights.safetensors")
     keys = model.parts[run.recipe.target].load_state_dict(tensors, strict=False)

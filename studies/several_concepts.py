@@ -107,16 +107,12 @@ class Bench:
         runs = [other / f"concept_{number}" for number in range(1, len(parts) + 1)]
         target = folder / "merged"
         shutil.rmtree(target, ignore_errors=True)
-        for run, (model, _) in zip(runs, parts, strict=True):
-            model.save(run / "pipeline")
         merged_model = api.merge(
-            *(run / "pipeline" for run in runs),
+            *runs,
             output=target,
             weights=[entry.get("weight", 1.0)] * len(runs),
             before=whole.model,
         )
-        for run in runs:
-            shutil.rmtree(run / "pipeline")
         loaded_model = api.load(target)
         shutil.rmtree(target)
         costs = {

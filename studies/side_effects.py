@@ -267,7 +267,7 @@ class Bench:
             name = f"{number:02d}_{concept}_{recipe.fingerprint[:8]}"
             folder = self.work / "sequence" / way / name
             yield number, concept, recipe, folder
-            model = str(folder / "pipeline")
+            model = str(folder)
 
     def measure_sequence(self, way: str) -> None:
         """Erase the concepts of the sequence one after the other, and measure after each."""

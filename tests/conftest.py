@@ -101,6 +101,17 @@ def shared_tiny() -> Any:
     return load("tiny-sd")
 
 
+@pytest.fixture(scope="session")
+def tiny_fp32(shared_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled pipeline as a checkpoint in fp32, so that nothing is rounded when it is written.
+
+    The bundled one is in fp16, and runs write pipelines in the precision of their checkpoint.
+    """
+    folder = tmp_path_factory.mktemp("checkpoint") / "tiny_fp32"
+    shared_tiny.pipeline.save_pretrained(folder)
+    return folder
+
+
 def short(**changes: Any) -> dict[str, Any]:
     """A recipe that trains for seconds: few images, few steps, few weights."""
     recipe: dict[str, Any] = {

@@ -443,7 +443,7 @@ def quickstart(folder: Path) -> Iterator[Entry]:
     def run() -> Values:
         import concept_eraser
 
-        concept_eraser.erase(QUICKSTART, overrides=FP32, output=folder / "run")
+        concept_eraser.erase(QUICKSTART, overrides=FP32, output=folder / "run", save="changed")
         return run_values(folder / "run")
 
     yield QUICKSTART, run

@@ -54,7 +54,10 @@ def _print_files(folder: Path, run: Any) -> None:
     lora, pipeline = folder / "lora", folder / "pipeline"
     if lora.is_dir():
         typer.echo(f"LoRA:     {lora} (diffusers); {_kohya(folder)}")
-    typer.echo(f"pipeline: {pipeline}    DiffusionPipeline.from_pretrained('{pipeline}')")
+    if pipeline.is_dir():
+        typer.echo(f"pipeline: {pipeline}    DiffusionPipeline.from_pretrained('{pipeline}')")
+    else:
+        typer.echo(f"pipeline: concept-eraser export {folder} --to diffusers    (writes it)")
 
 
 def _kohya(folder: Path) -> str:

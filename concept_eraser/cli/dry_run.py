@@ -7,6 +7,10 @@ from typing import Any
 
 import typer
 
+from concept_eraser.storage.readers import size_text
+from concept_eraser.utils import resources
+from concept_eraser.utils.errors import UserError
+
 
 def show(
     recipe: Any, folder: Path, *, allow_pickle: bool, two_steps: bool | None, allow_code: bool
@@ -17,27 +21,36 @@ def show(
     os.environ["HF_HUB_OFFLINE"] = "1"  # only the run itself downloads gigabytes
     from concept_eraser.recipes import recipe as recipes
 
-    lines = report(recipe, allow_pickle, two_steps, allow_code)
+    lines = report(recipe, allow_pickle, two_steps, allow_code, folder=folder)
     typer.echo(recipes.dump(recipe, f"concept-eraser erase <this file> --output {folder}"))
     typer.echo("\n".join(lines) + f"\nwould write {folder}; nothing was trained")
 
 
 def report(
-    recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool = False
+    recipe: Any,
+    allow_pickle: bool,
+    two_steps: bool | None,
+    allow_code: bool = False,
+    folder: Path = Path("runs"),
 ) -> list[str]:
-    """Report the objectives, trainable parameters, memory and time of a recipe.
+    """Report the objectives, trainable parameters, memory, disk space and time of a recipe.
 
-    two_steps: whether to make two steps. None: only if they take seconds.
+    Args:
+        recipe: The recipe.
+        allow_pickle: Also load pickled weights.
+        two_steps: Whether to make two steps. None: only if they take seconds.
+        allow_code: Also call a model that is named as package.module:function.
+        folder: The run folder.
     """
     from concept_eraser.recipes.recipe import PROMPTED
 
     return (_describe_prompts if recipe.target in PROMPTED else _describe_labelled)(
-        recipe, allow_pickle, two_steps, allow_code
+        recipe, allow_pickle, two_steps, allow_code, folder=folder
     )
 
 
 def _describe_prompts(
-    recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool
+    recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool, folder: Path
 ) -> list[str]:
     from concept_eraser.runs import dry_run, memory_estimate
     from concept_eraser.targets import cross_attention_edit
@@ -54,7 +67,34 @@ def _describe_prompts(
     lines.append(_weights(recipe, full_size_model))
     if not dry_run.edits(recipe):
         lines += memory_estimate.estimate(recipe, full_size_model).lines()
+    lines += _disk(recipe, full_size_model, folder, allow_pickle, in_fp32=plan.hollow)
     return [*lines, *_describe_steps(plan, two_steps)]
+
+
+def _disk(
+    recipe: Any, model: Any, folder: Path, allow_pickle: bool, *, in_fp32: bool = False
+) -> list[str]:
+    """Describe the disk space of a run, and whether it is free.
+
+    in_fp32: the precision of the checkpoint is not known, so its size is that in fp32.
+    """
+    from concept_eraser.runs import disk_estimate, dry_run, memory_estimate
+
+    saved = recipe.weights_to_save(has_name=not allow_pickle)
+    estimate = disk_estimate.estimate(recipe, model, saved)
+    lines = estimate.lines(folder)
+    if in_fp32 and saved == "pipeline":
+        lines.append("  (the pipeline in fp32; of a checkpoint in half precision it is half of it)")
+    if count := dry_run.image_count(recipe):
+        size = size_text(count * 3 * memory_estimate.image_width(model) ** 2)
+        lines.append(
+            f"  beside it up to {size} for {count} images in the cache {resources.cache()}"
+        )
+    try:
+        disk_estimate.require_space(estimate, folder, recipe, saved)
+    except UserError as error:
+        lines.append(f"not enough disk space: {error}")
+    return lines
 
 
 def _objective_lines(recipe: Any) -> list[str]:
@@ -102,7 +142,7 @@ def _weights(recipe: Any, model: Any) -> str:
 
 
 def _describe_labelled(
-    recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool
+    recipe: Any, allow_pickle: bool, two_steps: bool | None, allow_code: bool, folder: Path
 ) -> list[str]:
     """Describe the examples of each objective, the trainable parameters, and two steps."""
     from concept_eraser.runs import dry_run
@@ -127,6 +167,7 @@ def _describe_labelled(
         lines.append(
             f"trains {counts[0]:,} of {counts[1]:,} weights in {len(eraser.trainable())} tensors"
         )
+        lines += _disk(recipe, plan.model, folder, allow_pickle)
     return [*lines, *_describe_steps(plan, two_steps)]
 
 

@@ -55,6 +55,7 @@ _FLAGS = {
     "lr": "training.lr",
     "seed": "training.seed",
     "memory": "memory",
+    "save": "save",
 }
 
 
@@ -164,8 +165,8 @@ def erase(
         typer.Option(
             "--dry-run",
             help=(
-                "check everything, print the resolved recipe, estimate memory and time; nothing "
-                "is trained or downloaded"
+                "check everything, print the resolved recipe, estimate memory, disk space and "
+                "time; nothing is trained or downloaded"
             ),
         ),
     ] = False,
@@ -185,6 +186,15 @@ def erase(
             help=(
                 "settings for a GPU with this memory: 8gb, 12gb, 16gb, 24gb, 32gb or 48gb (see "
                 "`concept-eraser list presets`)"
+            )
+        ),
+    ] = None,
+    save: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "what the run folder holds of the weights: lora, changed (tensors) or pipeline "
+                "(default: lora if a LoRA is trained, else pipeline)"
             )
         ),
     ] = None,
@@ -220,6 +230,7 @@ def erase(
         "lr": lr,
         "seed": seed,
         "memory": memory,
+        "save": save,
     }
     names = [item for item in items or [] if "=" not in item or Path(item).is_file()]
     settings = [
@@ -389,15 +400,20 @@ def run(
         return
     note = "" if finished_run.model else " (finished before; --overwrite repeats it)"
     typer.echo(f"erased in {finished_run.seconds:.0f} s of training{note}; run folder: {folder}")
-    lora_note = f"; the LoRA alone: {folder / 'lora'}" if (folder / "lora").is_dir() else ""
-    pipeline_note = (
-        f"    (or load it: DiffusionPipeline.from_pretrained('{folder / 'pipeline'}'){lora_note})"
-    )
-    model_note = f"    (the whole model: {folder / 'model'})"
-    is_pipeline = (folder / "pipeline").is_dir()
-    typer.echo(
-        f"next: concept-eraser evaluate {folder}{pipeline_note if is_pipeline else model_note}"
-    )
+    typer.echo(f"next: concept-eraser evaluate {folder}    ({_weights_note(folder)})")
+
+
+def _weights_note(folder: Path) -> str:
+    """Say which files of a run hold its weights, and how to get the pipeline of a LoRA run."""
+    lora, pipeline, model = folder / "lora", folder / "pipeline", folder / "model"
+    if pipeline.is_dir():
+        lora_note = f"; the LoRA alone: {lora}" if lora.is_dir() else ""
+        return f"or load it: DiffusionPipeline.from_pretrained('{pipeline}'){lora_note}"
+    if model.is_dir():
+        return f"the whole model: {model}"
+    change = lora if lora.is_dir() else folder / "weights.safetensors"
+    name = "the LoRA" if lora.is_dir() else "the changed tensors"
+    return f"{name}: {change}; the pipeline: concept-eraser export {folder} --to diffusers"
 
 
 def _default_name(recipe: Any, overrides: list[str], recipe_content: Any) -> str:
@@ -410,4 +426,5 @@ def _default_name(recipe: Any, overrides: list[str], recipe_content: Any) -> str
         return str(recipe_content.fingerprint[:8])
     path = Path(recipe)
     stem = path.resolve().parent.name if path.name == "recipe.yaml" else path.stem
-    return f"{stem}-{recipe_content.fingerprint[:8]}" if overrides else stem
+    changes = [override for override in overrides if not override.startswith("save=")]
+    return f"{stem}-{recipe_content.fingerprint[:8]}" if changes else stem

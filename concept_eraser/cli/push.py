@@ -16,7 +16,15 @@ def push(
             metavar="OWNER/NAME", help="the repository on the hub; created if it does not exist"
         ),
     ],
-    kind: Annotated[str, typer.Option("--as", help="pipeline, lora or both")] = "pipeline",
+    kind: Annotated[
+        Optional[str],
+        typer.Option(
+            "--as",
+            help=(
+                "pipeline, lora or both (default: pipeline, or lora if the run holds no pipeline)"
+            ),
+        ),
+    ] = None,
     private: Annotated[bool, typer.Option("--private", help="make the repository private")] = False,
     revision: Annotated[
         Optional[str], typer.Option(help="upload to this branch; created if it does not exist")

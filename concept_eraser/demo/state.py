@@ -195,7 +195,8 @@ class Library:
         weights = folder / "weights.safetensors"
         if (recipe := self.recipe(name)) is not None:
             safety.require_no_code(recipe)
-        stamp = _stamp(weights)
+        # a run without changed tensors has a LoRA and a record of its original
+        stamp = _stamp(weights) or _stamp(folder / "base.json")
         with self._lock:
             cache_entry = self._cached_runs.get(name)
             if cache_entry is None or cache_entry[0] != stamp:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.models import hub
+from concept_eraser.models import hub, run_base
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_json
@@ -15,9 +15,7 @@ from concept_eraser.utils.path_redaction import is_place
 
 def use(recipe: Recipe, folder: Path, repository: str) -> str:
     """Return Markdown with code that loads the run's weights from a repository of the hub."""
-    model_folder = next(
-        (folder / name for name in resources.WHOLE_MODEL if (folder / name).is_dir()), None
-    )
+    model_folder = whole_model(folder)
     if recipe.target not in recipes.PROMPTED and (
         model_folder is None or model_folder.name == resources.whole_model("module")
     ):
@@ -38,10 +36,26 @@ def use(recipe: Recipe, folder: Path, repository: str) -> str:
         f'pipe.load_lora_weights("{repository}", '
         'adapter_name="erase")\npipe.set_adapters("erase", 1.0)'
     )
+    if model_folder is None and run_base.is_rebuilt(folder):
+        return f"Its LoRA on the base model, with a strength from 0 to 1:\n\n{lora}"
     return (
         f"The whole pipeline:\n\n{pipe}\n\nor its LoRA on the base model, with a strength "
         f"from 0 to 1:\n\n{lora}"
     )
+
+
+def whole_model(folder: Path) -> Path | None:
+    """Return the folder with the whole model of a run: its own, or its export to diffusers.
+
+    Returns None if there is neither.
+    """
+    places = [*(folder / name for name in resources.WHOLE_MODEL), exported_pipeline(folder)]
+    return next((place for place in places if place.is_dir()), None)
+
+
+def exported_pipeline(folder: Path) -> Path:
+    """Return the place where `export --to diffusers` writes the pipeline of a run."""
+    return folder / "exports" / f"{folder.name}-diffusers"
 
 
 def _python(code: str) -> str:

@@ -19,7 +19,7 @@ import torch
 from concept_eraser.exporting import lora_export
 from concept_eraser.exporting.lora_export import LoraRequest
 from concept_eraser.exporting.low_rank import Changes, LayerErrors
-from concept_eraser.models import loading, single_file
+from concept_eraser.models import loading, run_base, single_file
 from concept_eraser.models.base import Model, require_finite
 from concept_eraser.models.lora_files import DTYPES
 from concept_eraser.models.lora_readers import Ignored
@@ -177,7 +177,7 @@ def _base_of(source: Path) -> str | None:
     if not path.is_file():
         return None
     recipe = recipes.load(str(path))
-    if not (source / "pipeline").is_dir():
+    if not (source / "pipeline").is_dir() and not run_base.is_rebuilt(source):
         summary = (
             "is not finished"
             if not (source / "done.json").is_file()

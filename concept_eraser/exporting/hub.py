@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.exporting import model_card
-from concept_eraser.models import hub
+from concept_eraser.exporting.card_snippets import whole_model
+from concept_eraser.models import hub, run_base
 from concept_eraser.reporting import run_results
 from concept_eraser.storage.readers import read_json
-from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError, first_line, unknown
 from concept_eraser.utils.path_redaction import clean, is_place, name_paths
 
@@ -69,7 +69,7 @@ def push_to_hub(
     run: str | Path,
     repository: str,
     *,
-    kind: str = "pipeline",
+    kind: str | None = None,
     private: bool = False,
     revision: str | None = None,
     license: str = "other",
@@ -81,8 +81,9 @@ def push_to_hub(
     Args:
         run: the run folder.
         repository: owner/name. It is created if it does not exist.
-        kind: "pipeline" (for `from_pretrained`), "lora" (for `load_lora_weights`) or "both". For a
-            classifier, CLIP model or VAE, "pipeline" is the folder of the whole model.
+        kind: "pipeline" (for `from_pretrained`), "lora" (for `load_lora_weights`) or "both"
+            (default: "pipeline", or "lora" of a run that holds no pipeline). For a classifier, CLIP
+            model or VAE, "pipeline" is the folder of the whole model.
         private: whether a new repository is private.
         revision: a branch. It is created if it does not exist.
         license: the licence of the weights, see `card`.
@@ -101,6 +102,8 @@ def push_to_hub(
         >>> plan = concept_eraser.push_to_hub("runs/tiny_star_munba", "me/no-star", dry_run=True)
     """
     folder = Path(run)
+    if kind is None:
+        kind = "lora" if run_base.is_rebuilt(folder) and whole_model(folder) is None else "pipeline"
     if kind not in KINDS:
         raise unknown("kind of upload", kind, KINDS)
     name, commit = hub.split(repository)
@@ -133,9 +136,12 @@ def _weights(folder: Path, kind: str, left_out: list[str]) -> Iterator[Upload]:
             f"write one with: concept-eraser export {folder} --to lora"
         )
     if kind != "lora":
-        model_folder = next(
-            (folder / name for name in resources.WHOLE_MODEL if (folder / name).is_dir()), None
-        )
+        model_folder = whole_model(folder)
+        if model_folder is None and run_base.is_rebuilt(folder):
+            raise UserError(
+                f"{folder} holds no pipeline; write it with: concept-eraser export {folder} --to "
+                "diffusers, or upload the LoRA alone with --as lora"
+            )
         if model_folder is None:
             raise UserError(
                 f"{folder} has no whole model (pipeline/ or model/); it may have been "

@@ -39,7 +39,7 @@ def require_all_weights(module: nn.Module, folder: Path) -> None:
     missing = [
         some[0]
         for some in names.values()
-        if not any(one in file_tensors for name in some for one in _spellings(name))
+        if not any(one in file_tensors for name in some for one in names_in_files(name))
     ]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -49,7 +49,7 @@ def require_all_weights(module: nn.Module, folder: Path) -> None:
         )
 
 
-def _spellings(name: str) -> Iterator[str]:
+def names_in_files(name: str) -> Iterator[str]:
     """Return a parameter's name as older versions of the libraries wrote it."""
     older = name
     for new, old in _OLDER.items():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from concept_eraser.models import cross_attention, generation_stages
 from concept_eraser.models.base import Condition, Model, Weights
 from concept_eraser.models.safeguards import Guard
+from concept_eraser.models.stored_parts import StoredPart
 from concept_eraser.models.vocabulary import Words
 from concept_eraser.utils.errors import UserError, unknown
 
@@ -116,6 +117,7 @@ class Latent(Model):
         readers = [name for name in READERS if getattr(pipeline, name, None) is not None]
         names = {"denoiser": self.network, **{name: name for name in readers}, "vae": "vae"}
         self.parts = {part: getattr(pipeline, name) for part, name in names.items()}
+        self.stored = {name: StoredPart.of_module(part) for name, part in self.parts.items()}
         for part in self.parts.values():
             # weights are trained in fp32, even if they are stored in half precision
             part.float().eval().requires_grad_(False)
@@ -135,14 +137,46 @@ class Latent(Model):
             for name, entry in family.load_config(folder).items()
             if entry in ([None, None], (None, None))
         }
-        return cls(family.from_pretrained(folder, **{**absent, **cls.left_out}, **options), source)
+        model = cls(family.from_pretrained(folder, **{**absent, **cls.left_out}, **options), source)
+        model.remember_files(Path(folder))
+        return model
+
+    def remember_files(self, folder: Path) -> None:
+        """Remember that the parts came from a diffusers folder: their files and their precision."""
+        for part, name in self._component_names().items():
+            if (folder / name).is_dir():
+                self.stored[part] = StoredPart.of_folder(self.parts[part], folder / name)
+
+    def remember_file(self, file: Path) -> None:
+        """Remember that all parts came from a single file: its precision."""
+        for part, module in self.parts.items():
+            self.stored[part] = StoredPart.of_file(module, file)
+
+    def _component_names(self) -> dict[str, str]:
+        """Return the pipeline's name of each part."""
+        return {part: self.network if part == "denoiser" else part for part in self.parts}
 
     def to(self, device: torch.device) -> Self:
         self.pipeline.to(device)
         return self
 
     def save(self, folder: Path) -> None:
-        self.pipeline.save_pretrained(folder, safe_serialization=True)
+        """Write a diffusers folder in the precision of the checkpoint.
+
+        Parts that are as in the checkpoint are copies of its files (see `stored_parts`).
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        stored = {
+            name: (self.parts[part], self.stored[part])
+            for part, name in self._component_names().items()
+        }
+        for name, component in self.pipeline.components.items():
+            if name in stored:
+                module, stored_part = stored[name]
+                stored_part.save(module, folder / name)
+            elif hasattr(component, "save_pretrained"):
+                component.save_pretrained(folder / name)
+        self.pipeline.save_config(folder)
 
     @property
     def words(self) -> Words:

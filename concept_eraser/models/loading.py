@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from concept_eraser import registry
-from concept_eraser.models import folder_check, hub, overlay, single_file
+from concept_eraser.models import folder_check, hub, overlay, run_base, single_file
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.completeness import require_all_weights
 from concept_eraser.models.module import CONFIG, Module, open_folder
+from concept_eraser.storage.base_model import LONGEST_CHAIN
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_text
 from concept_eraser.utils import resources
@@ -56,6 +58,10 @@ def on_base(file: Any, base: Any) -> str:
     if not Path(file).is_file():
         raise UserError(f"no such model: {file}")
     return f"{file}@{base}"
+
+
+class EndlessChain(UserError):
+    """Runs without a pipeline name each other as their original."""
 
 
 class Incomplete(UserError):
@@ -195,7 +201,12 @@ def _bundled_clip(family: Any, name: str) -> Loaded:
 
 
 def load(
-    source: Any, *, allow_pickle: bool = False, base: Any = None, token: str | None = None
+    source: Any,
+    *,
+    allow_pickle: bool = False,
+    base: Any = None,
+    token: str | None = None,
+    chain: int = 0,
 ) -> Model:
     """Load a text-to-image model.
 
@@ -208,8 +219,10 @@ def load(
         allow_pickle: also load weights stored as pickles, which can execute code; off by default.
         base: for a part, the model it was made for, which does not change. For a single-file
             checkpoint (.safetensors in the original layout), the diffusers folder of its
-            architecture. Not used otherwise.
+            architecture. For a run folder without a pipeline, another place of its original. Not
+            used otherwise.
         token: for the hub; default $HF_TOKEN or the token of `hf auth login`.
+        chain: how many runs were erased from this one, for a run whose original is a run.
 
     Raises:
         UserError: the source is unknown, incomplete, damaged or of an unsupported kind.
@@ -228,14 +241,17 @@ def load(
         raise UserError(
             f"cannot load {quote(name)}: {str(error.strerror).lower()}; check the name"
         ) from None
-    require_intact(path / "pipeline" if (path / "pipeline").is_dir() else path)
+    if not run_base.is_rebuilt(path):  # of such a run only the change is read, and checked then
+        require_intact(path / "pipeline" if (path / "pipeline").is_dir() else path)
     file, at, beside = name.partition(FILE_ON)
     if at and not path.exists():
         if not Path(file + FILE_ON[:-1]).is_file():
             raise UserError(f"no such model: {file}{FILE_ON[:-1]}")
         return _part(Path(file + FILE_ON[:-1]), beside, allow_pickle, token)
     if path.is_dir() and (path / "pipeline").is_dir():
-        return _from_folder(path / "pipeline", name, allow_pickle)
+        return _from_run(path, allow_pickle)
+    if run_base.is_rebuilt(path):
+        return _rebuilt(path, base, allow_pickle=allow_pickle, token=token, chain=chain)
     if overlay.is_overlay(path):
         return _part(path, base, allow_pickle, token)
     if path.is_dir():
@@ -255,6 +271,60 @@ def load(
         BUNDLED,
         hint="a diffusers folder, a run folder or a hub id (owner/name) works too",
     )
+
+
+def _from_run(path: Path, allow_pickle: bool) -> Model:
+    """Load the pipeline of a run folder.
+
+    If its files are in half precision, the trained tensors are read from the run's own file, which
+    has all bits of the training.
+    """
+    model: Any = _from_folder(path / "pipeline", str(path), allow_pickle)
+    is_rounded = any(part.usual != torch.float32 for part in model.stored.values())
+    if is_rounded and (path / run_base.WEIGHTS).is_file() and (path / "recipe.yaml").is_file():
+        run_base.apply_changed_tensors(path, model)
+    return model
+
+
+def _rebuilt(path: Path, base: Any, *, allow_pickle: bool, token: str | None, chain: int) -> Model:
+    """Make the erased model of a run that wrote no pipeline, from its original and its change.
+
+    base: another place of the original. It is used if it has the original's weights.
+
+    Raises UserError if the original is not there, or has other weights by now.
+    """
+    record = run_base.read(path)
+    assert record is not None  # is_rebuilt has checked it
+    if chain >= LONGEST_CHAIN:
+        raise EndlessChain(
+            f"{path} holds only its change, and so do the {chain} runs before it, each made from "
+            "another; write one of them as a pipeline with: concept-eraser export RUN --to "
+            "diffusers"
+        )
+    if base is not None and str(base) != record.model:
+        model = load(base, allow_pickle=allow_pickle, token=token, chain=chain + 1)
+        if not record.differences(model):
+            # the caller's own does not change
+            model = model if isinstance(base, str | Path) else copy.deepcopy(model)
+            return _with_change(path, model)
+    try:
+        model = load(record.model, allow_pickle=allow_pickle, token=token, chain=chain + 1)
+    except EndlessChain:
+        raise
+    except UserError as error:
+        raise UserError(
+            f"{path} holds only its change of {quote(record.model)}, which cannot be loaded "
+            f"({error}); give the original with --before (base=)"
+        ) from None
+    if parts := record.differences(model):
+        raise run_base.other_base(path, record, model, parts)
+    return _with_change(path, model)
+
+
+def _with_change(path: Path, model: Model) -> Model:
+    run_base.apply(path, model)
+    model.source = str(path)
+    return model
 
 
 def _family(class_name: str, name: str) -> Any:
@@ -296,8 +366,9 @@ def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model
         else:
             pipeline = single_file.read(path, _configuration(str(base), token), file_parts)
         if pipeline is not None:
-            model_of_file = _from_object(pipeline)
+            model_of_file: Any = _from_object(pipeline)
             model_of_file.source = str(path)
+            model_of_file.remember_file(path)
             return model_of_file
     model = load(base, allow_pickle=allow_pickle, token=token)
     model = copy.deepcopy(model) if in_memory else model  # the caller's own does not change
@@ -305,7 +376,7 @@ def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model
     return model
 
 
-def _configuration(name: str, token: str | None) -> str:
+def _configuration(name: str, token: str | None, chain: int = 0) -> str:
     """Return the diffusers folder of a model's name. Its reader checks it.
 
     Raises UserError if it is no diffusers folder.
@@ -315,6 +386,8 @@ def _configuration(name: str, token: str | None) -> str:
     for folder in (Path(name) / "pipeline", Path(name)):
         if (folder / "model_index.json").is_file():
             return str(folder)
+    if chain < LONGEST_CHAIN and (record := run_base.read(Path(name))) is not None:
+        return _configuration(record.model, token, chain + 1)
     if Path(name).exists() or not hub.is_id(name):
         raise UserError(
             f"{name} holds no configuration (model_index.json); give a diffusers folder "

@@ -33,6 +33,7 @@ from concept_eraser.recipes import recipe as recipes
 from concept_eraser.storage import base_model
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils import path_redaction
+from concept_eraser.utils.errors import UserError
 
 FINISH = "uce"
 BUNDLED = (
@@ -183,14 +184,16 @@ def _says(objectives: Any, key: str) -> bool:
     )
 
 
-def family_of(source: str) -> str | None:
+def family_of(source: str, chain: int = 0) -> str | None:
     """Return the family of a model from its name, without loading the model.
+
+    chain: how many runs were erased from this one, each without a pipeline of its own.
 
     Returns None for a hub id that is neither known nor in the cache.
     """
     from huggingface_hub import try_to_load_from_cache
 
-    from concept_eraser.models import hub
+    from concept_eraser.models import hub, run_base
     from concept_eraser.models.loading import BUNDLED as OURS
     from concept_eraser.models.loading import FAMILIES
     from concept_eraser.tiny import published
@@ -209,6 +212,12 @@ def family_of(source: str) -> str | None:
                 return FAMILIES.get(str(read_json(index)["_class_name"]))
             except (ValueError, KeyError, TypeError):
                 return None  # damaged; loading the model reports it
+    if chain < base_model.LONGEST_CHAIN and run_base.is_rebuilt(Path(place)):
+        try:
+            record = run_base.read(Path(place))
+        except UserError:
+            return None
+        return family_of(record.model, chain + 1) if record else None
     return published.family_of(place)
 
 

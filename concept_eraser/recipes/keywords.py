@@ -36,6 +36,7 @@ SuiteSource: TypeAlias = "str | Path | Mapping[str, Any] | Suite"
 
 Target = Literal["denoiser", "text_encoder", "clip", "vae", "classifier"]
 MemoryPreset = Literal["8gb", "12gb", "16gb", "24gb", "32gb", "48gb"]
+SavedWeights = Literal["lora", "changed", "pipeline"]
 LabelledSet = Literal["forget", "retain", "replace", "test"]
 
 

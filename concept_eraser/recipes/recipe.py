@@ -152,6 +152,7 @@ class Recipe(RecipeFields):
     @property
     def fingerprint(self) -> str:
         content = self.resolved()
+        content.pop("save", None)  # it changes no number of the result
         content["training"] = {k: v for k, v in content["training"].items() if k not in ASIDE}
         return fingerprint(content)
 

@@ -93,6 +93,26 @@ class RecipeFields(Strict):
     generation: GenerationSpec = Field(
         GenerationSpec(), description="the sampler of the training images"
     )
+    save: Literal["lora", "changed", "pipeline"] | None = Field(
+        None,
+        description=(
+            "what the run folder holds of the weights. lora: the LoRA alone. changed: the changed "
+            "tensors, and the LoRA. pipeline: the whole model too. Default: lora if the run trains "
+            "a LoRA, else pipeline. A run on a model in memory, or with pickled weights allowed, "
+            "writes the pipeline"
+        ),
+    )
+
+    def weights_to_save(self, *, has_name: bool = True) -> Literal["lora", "changed", "pipeline"]:
+        """Return what a run writes of its weights.
+
+        has_name: the original can be loaded again by its name. Without this, the default is the
+            whole pipeline, since a LoRA alone could not be put on its original.
+        """
+        if self.save is not None:
+            return self.save
+        writes_lora = self.trainable.lora is not None and self.finish is None
+        return "lora" if writes_lora and has_name else "pipeline"
 
     @property
     def forgotten(self) -> list[ObjectiveSpec]:

@@ -48,6 +48,7 @@ def check(recipe: RecipeFields, method: Any) -> None:
         )
     _memory(recipe, method)
     _split(recipe)
+    _saved(recipe)
     if method is not None and method.needs_fp32 and recipe.training.precision != "fp32":
         raise ValueError(
             f"the method {recipe.method.name!r} takes differences of gradients, for "
@@ -423,4 +424,25 @@ def _split(recipe: RecipeFields) -> None:
             f"{objective}: the loss 'resteer' calls attention layers outside of their blocks, "
             "where training.shard: weights has freed their weights; use training.shard: "
             "optimizer"
+        )
+
+
+def _saved(recipe: RecipeFields) -> None:
+    """Raise ValueError if the run does not make what it is to write."""
+    if recipe.save in (None, "pipeline"):
+        return
+    if recipe.target not in PROMPTED:
+        raise ValueError(
+            f"save: {recipe.save} leaves out the pipeline, which can be made again for the targets "
+            f"{' and '.join(PROMPTED)} only; found target {recipe.target!r}. Leave save out"
+        )
+    if recipe.save == "lora" and recipe.trainable.lora is None:
+        raise ValueError(
+            "save: lora needs a LoRA to train, e.g. trainable: {lora: 8}; found none. Use save: "
+            "changed for the changed tensors"
+        )
+    if recipe.save == "lora" and recipe.finish is not None:
+        raise ValueError(
+            "save: lora has no LoRA to write, since finish merges it into the weights; use save: "
+            "changed or save: pipeline"
         )

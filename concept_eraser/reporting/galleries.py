@@ -10,7 +10,7 @@ from typing import Any
 from concept_eraser import registry
 from concept_eraser.data import generate, prompts
 from concept_eraser.data.prompts import Prompt
-from concept_eraser.models import loading
+from concept_eraser.models import loading, run_base
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.reporting import html
 from concept_eraser.reporting.run_results import Entry, family_of, weights_of
@@ -233,9 +233,11 @@ class ImageRenderer:
             self.originals[model_names["before"]] = _same(
                 loading.load(before), model_names["before"]
             )
-        inside = (entry.folder / "pipeline").is_dir() or (
-            entry.folder / "model_index.json"
-        ).is_file()
+        inside = (
+            (entry.folder / "pipeline").is_dir()
+            or run_base.is_rebuilt(entry.folder)
+            or (entry.folder / "model_index.json").is_file()
+        )
         # the name of a part of a pipeline has its file, and the model that it was loaded on
         source, _, base = (
             (after, "", "") if inside or Path(after).exists() else after.partition(" on ")

@@ -17,8 +17,9 @@ from concept_eraser.erasers.base import Eraser
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.time_to_unlearn import Watch, concept_rate_of
 from concept_eraser.methods.base import Method
-from concept_eraser.models import lora_files
+from concept_eraser.models import lora_files, run_base
 from concept_eraser.models.base import Loaded, Model, require_finite
+from concept_eraser.models.run_base import RunBase
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
@@ -50,6 +51,7 @@ from concept_eraser.utils.progress import Progress
 _LOG = logging.getLogger(__name__)
 
 KIND = "run"  # of output folder
+COARSE = 0.1  # share of a change that a precision leaves out, above which there is a warning
 
 
 def check_folder(
@@ -92,6 +94,7 @@ def check_folder(
                 f"{folder} holds a finished run on an object in memory, which may not "
                 "have been this one; give another output, or overwrite=True"
             )
+        _require_saved(folder, recipe)
         return True
     if not resume and checkpoint.exists(folder / "state.ckpt"):
         raise UserError(
@@ -99,6 +102,22 @@ def check_folder(
             "with --overwrite"
         )
     return False
+
+
+def _require_saved(folder: Path, recipe: Recipe) -> None:
+    """Raise UserError if a finished run lacks the weights that its recipe now asks for."""
+    if recipe.save == "pipeline" and not any(
+        (folder / name).is_dir() for name in resources.WHOLE_MODEL
+    ):
+        raise UserError(
+            f"{folder} holds this run, finished, without its pipeline; write it with: "
+            f"concept-eraser export {folder} --to diffusers"
+        )
+    if recipe.save == "changed" and not (folder / run_base.WEIGHTS).is_file():
+        raise UserError(
+            f"{folder} holds this run, finished, without its changed tensors; write them with: "
+            f"concept-eraser export {folder} --to tensors"
+        )
 
 
 def read_done(folder: Path) -> dict[str, Any]:
@@ -203,6 +222,8 @@ class Job:
     progress: Progress
     cache: Path | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
+    # the record of the original; None writes the whole model, which needs no original
+    base: RunBase | None = None
     # called between steps, unless the recipe has `watch`
     on_step: Callable[[int, float], None] | None = None
     # called once, when all inputs are checked
@@ -394,9 +415,9 @@ class Job:
     def write(self, outcome: Outcome) -> dict[str, Any]:
         """Write the finished run.
 
-        It has the whole model, changed tensors, a LoRA's matrices, the environment, and done.json
-        last. With several processes the first one writes; the others end their training too, and
-        wait.
+        It has a LoRA's matrices, changed tensors and the whole model, as far as the recipe wants
+        them, the environment, and done.json last. With several processes the first one writes; the
+        others end their training too, and wait.
         """
         describe = {**provenance.describe(), "prompts": describe_prompts(self.recipe)}
         adapter, trained_parameters = outcome.eraser.adapter, outcome.eraser.trainable()
@@ -427,9 +448,39 @@ class Job:
             **outcome.notes,
         }
         if distributed.is_first():
+            summary |= self._rounding(outcome.eraser, changed_tensors, factors)
             self._write_all(describe, changed_tensors, factors, summary)
         distributed.wait()
         return summary
+
+    def _rounding(
+        self, eraser: Any, changed_tensors: dict[str, Tensor], factors: Any
+    ) -> dict[str, float]:
+        """Return the share of the change that the written pipeline leaves out, for done.json.
+
+        It is measured for a pipeline in half precision only. A large share is a warning.
+        """
+        stored = getattr(self.model, "stored", {}).get(self.recipe.target)
+        saved = self.recipe.weights_to_save(has_name=self.base is not None)
+        if saved != "pipeline" or stored is None or stored.usual == torch.float32:
+            return {}
+        if factors is not None:
+            changes = {f"{layer}.weight": factors.change(layer) for layer in factors.layers}
+        else:
+            changes = {
+                name: changed_tensors[name] - value.cpu()
+                for name, value in eraser.originals.items()
+            }
+        share = stored.rounding(changed_tensors, changes)
+        if not share <= COARSE:
+            _LOG.warning(
+                "the pipeline is in %s, as its checkpoint, which leaves out %.0f %% of "
+                "the change; evaluate %s itself, or train a LoRA, which is written in fp32",
+                str(stored.usual).removeprefix("torch."),
+                100 * share,
+                self.folder / resources.whole_model(self.model.family),
+            )
+        return {"rounding": float(f"{share:.3g}")}
 
     def _write_all(
         self,
@@ -444,15 +495,20 @@ class Job:
             else self.recipe.target
         )
         write_json(self.folder / "environment.json", describe)
-        write_tensors(
-            self.folder / "weights.safetensors", changed_tensors, {"format": "pt", "part": part}
-        )
+        saved = self.recipe.weights_to_save(has_name=self.base is not None)
+        if saved != "lora":
+            write_tensors(
+                self.folder / run_base.WEIGHTS, changed_tensors, {"format": "pt", "part": part}
+            )
         if factors is not None:
             write_folder(
                 self.folder / lora_files.FOLDER,
                 lambda p: lora_files.save(self.model, [factors], p / lora_files.FILE),
             )
-        write_folder(self.folder / resources.whole_model(self.model.family), self.model.save)
+        if saved == "pipeline":
+            write_folder(self.folder / resources.whole_model(self.model.family), self.model.save)
+        elif self.base is not None:
+            write_json(self.folder / run_base.FILE, self.base.content())
         write_json(self.folder / "done.json", summary)
         for path in (self.folder / "state.ckpt", checkpoint.previous(self.folder / "state.ckpt")):
             remove_file(path)

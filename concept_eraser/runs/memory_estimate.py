@@ -165,11 +165,12 @@ def _decode(model: Model, batch: int) -> None:
 
 @torch.no_grad()
 def _encode(model: Model, most: int) -> None:
-    height = width = _pixels(model)
+    height = width = image_width(model)
     model.encode_images(torch.empty(min(most, chunk_of(height, width)), 3, height, width))
 
 
-def _pixels(model: Model) -> int:
+def image_width(model: Model) -> int:
+    """Return the width of a model's images in pixels."""
     scale = 2 ** (len(model.parts["vae"].config.block_out_channels) - 1)  # type: ignore[union-attr, arg-type]
     return int(model.latent_shape()[1] * scale)
 

@@ -17,6 +17,7 @@ import lzma
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,35 @@ def read_tensor_header(path: Path) -> tuple[dict[str, str], list[str]]:
         raise UserError(
             f"{path} is damaged or truncated ({first_line(error)}); copy it again, or make it again"
         ) from None
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file inside the context, to read one tensor after the other.
+
+    Yields safetensors' own object, with `keys()` and `get_tensor(name)`. Raises UserError as
+    `read_tensors`.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    require_regular(path)
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise UserError(
+            f"{path} is damaged or truncated ({first_line(error)}); copy it again, or make it again"
+        ) from None
+
+
+def read_tensor_types(path: Path) -> dict[str, str]:
+    """Return the precision of each tensor of a safetensors file by its name, such as "F16".
+
+    No tensor is read. Raises UserError as `read_tensors`.
+    """
+    with open_tensors(path) as file:
+        names = list(file.keys())
+        return {name: file.get_slice(name).get_dtype() for name in names}
 
 
 def require_regular(path: Path) -> None:

@@ -176,6 +176,38 @@ def write_folder(path: Path, write: Callable[[Path], None], *, kind: str | None 
     manifest.forget(path, keep=[path / name for name in names])
 
 
+_COPIES: set[Path] = set()  # files that this process has copied, whose bytes stay as they are
+
+
+def copy_file(path: Path, place: Path) -> None:
+    """Copy a file byte for byte to a new place, for the writer of a folder.
+
+    A link is followed, so that the copy is a plain file. The two share no name on the disk, so a
+    later change of one does not reach the other. File systems with shared blocks copy no data.
+
+    Raises:
+        OSError: The file cannot be read, the place cannot be written, or the disk is full.
+    """
+    _COPIES.add(place.absolute())
+    with path.open("rb") as source, place.open("xb") as target:
+        size = os.fstat(source.fileno()).st_size
+        try:
+            while size > 0 and (part := _copy_range(source.fileno(), target.fileno(), size)) > 0:
+                size -= part
+        except OSError as error:
+            if is_full(error) or target.tell():
+                raise
+        if size > 0:  # this system has no such call
+            shutil.copyfileobj(source, target, 2**20)
+
+
+def _copy_range(source: int, target: int, count: int) -> int:
+    """Copy bytes inside the system. Returns their number, 0 if the system cannot."""
+    if not hasattr(os, "copy_file_range"):
+        return 0
+    return os.copy_file_range(source, target, count)
+
+
 def give_second_name(path: Path, place: Path) -> None:
     """Give a file a second name, or copy it if the file system has no links."""
     try:
@@ -357,9 +389,12 @@ def _put(path: Path, content: bytes) -> None:
 def _finish(path: Path) -> None:
     """Flush a file to the disk.
 
-    The header of safetensors is sorted first, so that equal content has equal bytes.
+    The header of safetensors is sorted first, so that equal content has equal bytes. A copy stays
+    as it is.
     """
-    if path.suffix == ".safetensors" or _is_tensors(path):
+    is_copy = path.absolute() in _COPIES
+    _COPIES.discard(path.absolute())
+    if not is_copy and (path.suffix == ".safetensors" or _is_tensors(path)):
         order_header(path)
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -620,6 +620,18 @@ def _rows(content: bytes, folder: Path) -> None:
     assert all(row in whole for row in cache.read_rows(path))
 
 
+def _base(content: bytes, folder: Path) -> None:
+    """Read the record of a run's original, also where only the model's family is needed."""
+    from concept_eraser.models import run_base
+    from concept_eraser.recipes import defaults
+
+    run = folder / "run"
+    (run / "lora").mkdir(parents=True, exist_ok=True)
+    (run / run_base.FILE).write_bytes(content)
+    answers(lambda: run_base.read(run))
+    answers(lambda: defaults.family_of(str(run)))
+
+
 def _index(content: bytes, folder: Path) -> None:
     from concept_eraser.models import loading
 
@@ -742,6 +754,10 @@ TARGETS: dict[str, RunTarget] = {
     ),
     "run_page_attack": RunTarget(
         json_input(ATTACK), _run_file("attacks/random_tokens/attack.json", _readers_for_page), 0.3
+    ),
+    "run_base": RunTarget(
+        json_input({"model": "./sd15", "parts": {"denoiser": "0" * 64, "text_encoder": "1" * 64}}),
+        _base,
     ),
     "run_done": RunTarget(json_input(DONE_FILE), _run_file("done.json", _readers_of_numbers), 0.1),
     "run_environment": RunTarget(

@@ -152,6 +152,7 @@ def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
     dry = cli("erase", "mine.yaml", "--dry-run")
     assert dry.returncode == 0, dry.stderr
     assert "anchor: 'a flat red circle on a white background'" in dry.stdout
+    assert "disk (an estimate): " in dry.stdout
     assert "did you mean" not in dry.stdout
     typo = cli("erase", "mine.yaml", "forget.anchor.shape=circel", "--dry-run")
     assert (
@@ -168,7 +169,9 @@ def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
         in erasure.stdout
     )
     low = cli("erase", "mine.yaml", "training.steps=1", "trainable.lora=2", "-o", "runs/low")
-    assert "; the LoRA alone: runs/low/lora)" in low.stdout
+    assert "(the LoRA: runs/low/lora; the pipeline: concept-eraser export runs/low" in low.stdout
+    words = ["erase", "mine.yaml", "training.steps=1", "trainable.lora=2", "-o", "runs/both"]
+    assert "; the LoRA alone: runs/both/lora)" in cli(*words, "--save", "pipeline").stdout
     assert (tmp_path / "runs" / "low" / "lora").is_dir()
     suite = {
         "concept": {"shape": "star"},

@@ -28,7 +28,8 @@ def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_pa
     for name in ("recipe.yaml", "suite.yaml", "evaluation.json", "report.html", "before_after.png"):
         assert (folder / name).is_file(), name
     assert (folder / "lora").is_dir()
-    assert (folder / "pipeline" / "model_index.json").is_file()
+    assert not (folder / "pipeline").exists(), "the LoRA is enough"
+    assert "concept-eraser export runs/star --to diffusers" in process.stdout
     assert (folder / "exports" / "star-kohya.safetensors").is_file()
     assert "concept-eraser attack runs/star" in process.stdout
     groups = read_json(folder / "evaluation.json")["protocol"]["groups"]
@@ -47,9 +48,8 @@ def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_pa
     assert process.returncode == 0, process.stderr
     again = tmp_path / "again"
     assert (again / "suite.yaml").read_text() == (folder / "suite.yaml").read_text()
-    assert (again / "weights.safetensors").read_bytes() == (
-        folder / "weights.safetensors"
-    ).read_bytes()
+    file = Path("lora") / "pytorch_lora_weights.safetensors"
+    assert (again / file).read_bytes() == (folder / file).read_bytes()
 
     # the same command again finds the run finished; other settings do not replace it
     process = cli("erase", "star", *SHORT, *SAMPLER, "-q", "--no-evaluate")

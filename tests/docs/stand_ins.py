@@ -61,7 +61,8 @@ def make_small_stable_diffusion(folder: Path) -> None:
     """Save a Stable Diffusion with a quarter of the bundled pipeline's channels."""
     from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 
-    load("tiny-sd").save(folder)
+    bundled_model: Any = load("tiny-sd")
+    bundled_model.pipeline.save_pretrained(folder)  # in fp32
     pipeline = StableDiffusionPipeline.from_pretrained(folder)
     unet = {**pipeline.unet.config, "block_out_channels": (16, 32), "norm_num_groups": 8}
     vae = {**pipeline.vae.config, "block_out_channels": (8, 16, 16), "norm_num_groups": 4}

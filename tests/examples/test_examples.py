@@ -27,7 +27,7 @@ LONGEST = 66  # lines of a script
 FILES = {
     "attack_model": [],
     "custom_method": ["runs/custom_method/weights.safetensors"],
-    "erase_bundled": ["runs/star/report.html", "runs/star/before_after.png", "runs/star/pipeline"],
+    "erase_bundled": ["runs/star/report.html", "runs/star/before_after.png", "runs/star/lora"],
     "erase_checkpoint": ["runs/star/lora", "runs/star/exports/star-kohya.safetensors"],
     "unlearn_class": ["runs/unlearn_class/weights.safetensors"],
 }

@@ -41,11 +41,18 @@ LORAS = ("lora", "conv", "text_encoder")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tiny_fp32: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs on a checkpoint in fp32. The LoRA runs have no pipeline."""
     folder = tmp_path_factory.mktemp("runs")
     return {
         name: concept_eraser.erase(
-            one_step_recipe(training__steps=2, **changes), output=folder / name
+            one_step_recipe(
+                training__steps=2,
+                model=str(tiny_fp32),
+                save="changed" if name in LORAS else "pipeline",
+                **changes,
+            ),
+            output=folder / name,
         ).folder
         for name, changes in KINDS.items()
     }

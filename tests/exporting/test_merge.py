@@ -34,7 +34,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "trainable": {"select": "text_attention"},
         "training__lr": 1e-3,
     },
-    "lora_star": {"trainable": {"select": "cross_attention", "lora": 2}, "training__lr": 0.02},
+    "lora_star": {
+        "trainable": {"select": "cross_attention", "lora": 2},
+        "training__lr": 0.02,
+        "save": "pipeline",
+    },
     "lora_moon": {
         "forget__prompts": "tiny_moon",
         "retain__prompts": "tiny_five_rest",
@@ -58,10 +62,13 @@ def plain(folder: Path | None = None) -> Any:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tiny_fp32: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs on a checkpoint in fp32. One of the two LoRA runs has its LoRA alone."""
     folder = tmp_path_factory.mktemp("runs")
     return {
-        name: concept_eraser.erase(short(training__steps=2, **changes), output=folder / name).folder
+        name: concept_eraser.erase(
+            short(training__steps=2, model=str(tiny_fp32), **changes), output=folder / name
+        ).folder
         for name, changes in KINDS.items()
     }
 
@@ -171,12 +178,14 @@ def test_bad_merges_are_refused(runs, tmp_path: Path) -> None:
         merge.merge(runs["star"], output=tmp_path)
 
 
-def test_runs_of_other_models_are_refused_by_name_and_by_weights(runs, tmp_path: Path) -> None:
+def test_runs_of_other_models_are_refused_by_name_and_by_weights(
+    runs, tiny_fp32: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "renamed"
     shutil.copytree(runs["moon"], copy)
     text = (copy / "recipe.yaml").read_text()
     (copy / "recipe.yaml").write_text(
-        text.replace("model: tiny-sd", f"model: {runs['star'] / 'pipeline'}")
+        text.replace(f"model: {tiny_fp32}", f"model: {runs['star'] / 'pipeline'}")
     )
     with pytest.raises(UserError, match="erasures of different models"):
         merge.merge(runs["star"], copy, output=tmp_path / "out")
@@ -193,7 +202,9 @@ def test_runs_of_other_models_are_refused_by_name_and_by_weights(runs, tmp_path:
         )
 
 
-def test_the_verb_writes_a_folder_that_says_what_it_is(runs, tmp_path: Path) -> None:
+def test_the_verb_writes_a_folder_that_says_what_it_is(
+    runs, tiny_fp32: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "both"
     result = CliRunner().invoke(
         app,
@@ -204,7 +215,7 @@ def test_the_verb_writes_a_folder_that_says_what_it_is(runs, tmp_path: Path) -> 
     note = json.loads((folder / merge.NOTE).read_text())
     assert note["sources"] == [str(runs["star"]), str(runs["moon"])]
     assert note["weights"] == [1.0, 0.5]
-    assert note["before"] == "tiny-sd"
+    assert note["before"] == str(tiny_fp32)
     assert apart(rendered_image(plain(folder)), rendered_image(plain())) > 0
     wrong = CliRunner().invoke(
         app, ["merge", str(runs["star"]), "--weights", "one", "-o", str(tmp_path / "x")]

@@ -42,8 +42,8 @@ numpy.save(sys.argv[2], (image * 255).round().astype("uint8"))
 """
 
 
-def test_plain_diffusers_loads_the_result(tmp_path: Path) -> None:
-    run = concept_eraser.erase(short(), output=tmp_path / "run")
+def test_plain_diffusers_loads_the_result(tiny_fp32: Path, tmp_path: Path) -> None:
+    run = concept_eraser.erase(short(model=str(tiny_fp32)), output=tmp_path / "run")
     expected = (
         concept_eraser.load(run.folder)
         .sample(["a red star"], seeds=[3], steps=4, guidance=5.0)

@@ -61,7 +61,8 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> int:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> concept_eraser.Run:
     return concept_eraser.erase(
-        one_step_recipe(training__steps=3), output=tmp_path_factory.mktemp("run") / "run"
+        one_step_recipe(training__steps=3, save="changed"),
+        output=tmp_path_factory.mktemp("run") / "run",
     )
 
 
@@ -197,7 +198,9 @@ def test_killed_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
     path, folder = tmp_path / "recipe.yaml", tmp_path / "killed"
     path.write_text(
         yaml.safe_dump(
-            one_step_recipe(training__steps=8, training__save_every=2, training__lr=1e-3)
+            one_step_recipe(
+                training__steps=8, training__save_every=2, training__lr=1e-3, save="changed"
+            )
         )
     )
     whole = concept_eraser.erase(str(path), output=tmp_path / "whole").folder

@@ -446,6 +446,7 @@ def test_negation_subtracts_what_training_added(select: dict, tmp_path: Path) ->
         retain=None,
         method={"name": "weighted", "retain": 0.0},
         training__lr=1e-2,
+        save="changed",
     )
     plain_run = concept_eraser.erase({**job, "trainable": select}, output=tmp_path / "learned")
     negated_run = concept_eraser.erase(

@@ -44,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if name not in paths:
             paths[name] = families.build(name, root / name) if name != "sd" else root / name
             if name == "sd":
-                load("tiny-sd").save(paths[name])
+                pipeline: Any = load("tiny-sd")
+                pipeline.pipeline.save_pretrained(paths[name])  # in fp32
         return paths[name]
 
     return of
@@ -63,6 +64,7 @@ def job(name: str, model: Path, selection: str, method: str) -> dict[str, Any]:
         "trainable": SELECTIONS[selection],
         "training": {"steps": 2, "batch_size": 2, "lr": 2e-2, "device": "cpu"},
         "generation": {"steps": 2, "guidance": 2.0},
+        "save": "pipeline",
     }
     if method == "esd":
         del content["retain"]

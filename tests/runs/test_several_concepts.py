@@ -345,13 +345,15 @@ def test_micro_batches_do_not_change_the_draws(mode: str, tmp_path: Path) -> Non
         torch.testing.assert_close(value, four[name], rtol=1e-3, atol=1e-5)
 
 
-def test_five_concepts_end_to_end(tmp_path: Path) -> None:
+def test_five_concepts_end_to_end(tiny_fp32: Path, tmp_path: Path) -> None:
     """Plain diffusers loads the run; the run records the prompts of each objective, and names the
     suites for it.
     """
     from diffusers import StableDiffusionPipeline
 
-    run = concept_eraser.erase(many(training__steps=2), output=tmp_path / "run")
+    run = concept_eraser.erase(
+        many(training__steps=2, model=str(tiny_fp32)), output=tmp_path / "run"
+    )
     pipe = StableDiffusionPipeline.from_pretrained(run.folder / "pipeline")
     assert same(
         weights(run.folder),

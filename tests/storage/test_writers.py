@@ -703,3 +703,45 @@ def test_a_name_with_a_zero_in_it_is_an_error(tmp_path: Path) -> None:
             writers.require_free(tmp_path / "a\0b", overwrite=overwrite)
     writers.require_free(tmp_path / "a")
     writers.require_free_folder(tmp_path / "a")
+
+
+@pytest.mark.parametrize("has_call", [True, False])
+def test_a_copied_file_has_the_same_bytes(
+    has_call: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its header is not sorted, a link is followed, and the two share no name on the disk."""
+    if not has_call:
+        monkeypatch.delattr(os, "copy_file_range", raising=False)
+    header = json.dumps(
+        {
+            "__metadata__": {"z": "1", "a": "2"},
+            "x": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        }
+    ).encode()
+    content = len(header).to_bytes(8, "little") + header + b"\x07" + b"0" * 100_000
+    blob = tmp_path / "blob"
+    blob.write_bytes(content)
+    source = tmp_path / "model.safetensors"
+    source.symlink_to(blob)
+    writers.write_folder(
+        tmp_path / "out", lambda place: writers.copy_file(source, place / source.name)
+    )
+    copy = tmp_path / "out" / source.name
+    assert copy.read_bytes() == content
+    assert not copy.is_symlink()
+    assert copy.stat().st_ino != blob.stat().st_ino
+    with pytest.raises(FileExistsError):
+        writers.copy_file(source, copy)
+
+
+def test_a_copy_on_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "copy_file_range", full, raising=False)
+    (tmp_path / "a").write_bytes(b"1")
+    with pytest.raises(UserError, match="the disk is full"):
+        writers.write_folder(
+            tmp_path / "out", lambda place: writers.copy_file(tmp_path / "a", place / "a")
+        )
+    assert not (tmp_path / "out").exists()

@@ -250,7 +250,7 @@ def test_a_sequence_begins_with_the_last_pipeline(
     assert first["weights"]["start"] == results["original_sequence"]["weights"]["end"]
     assert second["weights"]["start"] == first["weights"]["end"] != second["weights"]["end"]
     (folder,) = (tmp_path / "work" / "sequence" / "uce").glob("01_star_*")
-    image = api.load(folder / "pipeline").sample(prompt, seeds=[0], **settings)
+    image = api.load(folder).sample(prompt, seeds=[0], **settings)
     assert torch.equal(begun[1], image)
     assert not torch.equal(begun[0], image)
     assert second["settings"]["recipe"]["model"] == side_effects.LAST

@@ -78,7 +78,7 @@ def test_it_is_the_closed_form_on_the_trained_model(tmp_path: Path) -> None:
 
 def test_a_lora_is_merged_before_it(tmp_path: Path) -> None:
     lora = {"trainable": {"select": "all", "lora": {"rank": 2, "conv": True}}}
-    plain = concept_eraser.erase(finish_recipe(**lora), output=tmp_path / "plain")
+    plain = concept_eraser.erase(finish_recipe(**lora, save="changed"), output=tmp_path / "plain")
     by_hand = concept_eraser.erase({**EDIT, "model": str(plain.folder)}, output=tmp_path / "edit")
     both = concept_eraser.erase(finish_recipe(finish="uce", **lora), output=tmp_path / "both")
     both_weights, plain_weights, edit_weights = (

@@ -106,6 +106,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
             "training__batch_size": 2,
             "training__lr": 1e-3,
             "trainable": LORA,
+            "save": "pipeline",
             **changes,
         }
     )

@@ -251,7 +251,7 @@ def test_the_average_is_saved_and_watched(tmp_path: Path, monkeypatch: pytest.Mo
     ids=["weights", "lora", "masked"],
 )
 def test_everything_resumes_bit_by_bit(changes: dict[str, Any], tmp_path: Path) -> None:
-    content = short(**{**ALL, **changes})
+    content = short(**{**ALL, **changes}, save="changed")
     whole = concept_eraser.erase(content, output=tmp_path / "whole").folder
 
     def stop(step: int, seconds: float) -> None:

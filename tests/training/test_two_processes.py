@@ -149,7 +149,10 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
 
 
 MENU: dict[str, dict[str, Any]] = {
-    "lora_saliency": {"trainable": {"select": "cross_attention", "lora": 2, "saliency": 0.5}},
+    "lora_saliency": {
+        "trainable": {"select": "cross_attention", "lora": 2, "saliency": 0.5},
+        "save": "changed",
+    },
     "uno": {"method": {"name": "uno"}},
     "forum": {
         "method": {"name": "forum", "inner_steps": 2, "outer_lr": 1.0},
