@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from concept_eraser.cli.next_step import loading_call
 from concept_eraser.utils.errors import UserError
 
 
@@ -55,7 +56,7 @@ def _print_files(folder: Path, run: Any) -> None:
     if lora.is_dir():
         typer.echo(f"LoRA:     {lora} (diffusers); {_kohya(folder)}")
     if pipeline.is_dir():
-        typer.echo(f"pipeline: {pipeline}    DiffusionPipeline.from_pretrained('{pipeline}')")
+        typer.echo(f"pipeline: {pipeline}    {loading_call(pipeline)}")
     else:
         typer.echo(f"pipeline: concept-eraser export {folder} --to diffusers    (writes it)")
 

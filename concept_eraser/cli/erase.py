@@ -11,7 +11,7 @@ import typer
 from concept_eraser.cli import erase_concepts
 from concept_eraser.cli.bounds import finite
 from concept_eraser.cli.erase_concepts import ConceptRequest
-from concept_eraser.cli.next_step import with_next_step
+from concept_eraser.cli.next_step import loading_call, with_next_step
 from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError
 
@@ -408,7 +408,7 @@ def _weights_note(folder: Path) -> str:
     lora, pipeline, model = folder / "lora", folder / "pipeline", folder / "model"
     if pipeline.is_dir():
         lora_note = f"; the LoRA alone: {lora}" if lora.is_dir() else ""
-        return f"or load it: DiffusionPipeline.from_pretrained('{pipeline}'){lora_note}"
+        return f"or load it: {loading_call(pipeline)}{lora_note}"
     if model.is_dir():
         return f"the whole model: {model}"
     change = lora if lora.is_dir() else folder / "weights.safetensors"

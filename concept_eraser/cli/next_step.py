@@ -1,4 +1,4 @@
-"""What the user can do after `concept-eraser erase` was interrupted or failed."""
+"""What the user can do after `concept-eraser erase`: load the result, or continue."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from concept_eraser.utils.errors import Interrupted, ReportedElsewhere, UserError
+
+
+def loading_call(pipeline: Path) -> str:
+    """Return the call of plain diffusers that loads a pipeline on any device.
+
+    Without the type, transformers reads a text encoder in half precision as it is, and the CPU
+    refuses the mixture.
+    """
+    return f"DiffusionPipeline.from_pretrained('{pipeline}', torch_dtype=torch.float32)"
 
 
 @contextmanager

@@ -165,8 +165,8 @@ def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
     assert "2/2" in erasure.stderr, "progress is shown"
     folder = next((tmp_path / "runs").iterdir())
     assert (
-        f"(or load it: DiffusionPipeline.from_pretrained('runs/{folder.name}/pipeline'))"
-        in erasure.stdout
+        f"(or load it: DiffusionPipeline.from_pretrained('runs/{folder.name}/pipeline', "
+        "torch_dtype=torch.float32))" in erasure.stdout
     )
     low = cli("erase", "mine.yaml", "training.steps=1", "trainable.lora=2", "-o", "runs/low")
     assert "(the LoRA: runs/low/lora; the pipeline: concept-eraser export runs/low" in low.stdout
