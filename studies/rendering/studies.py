@@ -273,8 +273,9 @@ def study_page(study: str, title: str, body: str, runs_by_name: dict[str, list[d
             if path.exists()
             else []
         )
-    sheets = "\n".join(parts)
     command = f"python -m studies.study studies/configs/{study}.yaml"
+    sheets = "\n".join([*parts, ""]) if parts else ""
+    others = "the other entries" if parts else "all entries"
     notes_text = f"\n{text}\n" if (text := notes(study)) else ""
     grid_table = scored_grids(runs_by_name)
     selection = (
@@ -298,6 +299,5 @@ prompts and seeds. The no-object rate is the share of images in which the judge 
 {notes_text}{selection}
 ## Contact sheets (seed 0; pairs of rows before / after: direct, synonyms, retained)
 {sheets}
-
-`{command} --sheets` trains the models of the other entries again. It writes their sheets to runs/studies/{study}/<entry>/sheet.webp.
+`{command} --sheets` trains the models of {others} again. It writes their sheets to runs/studies/{study}/<entry>/sheet.webp.
 """  # noqa: E501

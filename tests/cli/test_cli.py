@@ -211,7 +211,8 @@ def test_quickstart_erases_measures_and_reports(cold_cli, cli, tmp_path: Path) -
         "before_after.png",
         "conflict.png",
         "evaluation.json",
-        "pipeline/model_index.json",
+        "lora/pytorch_lora_weights.safetensors",
+        "base.json",
     ):
         assert (folder / name).is_file(), name
     facts = json.loads((folder / "quickstart.json").read_text())
