@@ -45,7 +45,7 @@ FEW = [
 def test_its_recipe_trains_two_steps(name: str, tmp_path: Path) -> None:
     job = recipe.load(f"tiny_star_{name}")
     changes = (
-        FEW
+        [*FEW, "save=changed"]
         + (["retain.n=2"] if job.retain else [])
         + (["retain.elastic.n=2"] if name == "sa" else [])
     )
