@@ -234,8 +234,10 @@ def test_a_checkpoint_without_a_weight_is_refused(part: str, tmp_path: Path) -> 
 
 
 def test_weights_under_their_older_names_are_all_there() -> None:
-    from concept_eraser.models.completeness import _spellings
+    from concept_eraser.models.completeness import names_in_files
 
-    assert "mid_block.attentions.0.query.weight" in _spellings("mid_block.attentions.0.to_q.weight")
-    assert "text_model.encoder.x" in _spellings("encoder.x")
-    assert "encoder.x" in _spellings("text_model.encoder.x")
+    assert "mid_block.attentions.0.query.weight" in names_in_files(
+        "mid_block.attentions.0.to_q.weight"
+    )
+    assert "text_model.encoder.x" in names_in_files("encoder.x")
+    assert "encoder.x" in names_in_files("text_model.encoder.x")
