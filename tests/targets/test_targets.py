@@ -698,7 +698,9 @@ def test_edits_are_for_classifiers(tmp_path: Path) -> None:
         )
 
 
-def test_a_scrubbed_text_tower_is_plugged_into_the_pipeline(tmp_path: Path, shared_tiny) -> None:
+def test_a_scrubbed_text_tower_is_plugged_into_the_pipeline(
+    tmp_path: Path, shared_tiny, tiny_fp32: Path
+) -> None:
     run = api.erase(
         model="tiny-sd",
         target="clip",
@@ -709,7 +711,7 @@ def test_a_scrubbed_text_tower_is_plugged_into_the_pipeline(tmp_path: Path, shar
         training=SHORT,
         output=tmp_path / "clip",
     )
-    pipe = api.plug("tiny-sd", run.folder, output=tmp_path / "pipeline")
+    pipe = api.plug(str(tiny_fp32), run.folder, output=tmp_path / "pipeline")
     expected = run.model.text_tower()
     state = pipe.parts["text_encoder"].state_dict()
     assert all(
