@@ -366,8 +366,8 @@ def _cpu_has_bf16() -> bool:
 def trains_faster_in_bf16() -> bool:
     """Whether training.precision: bf16 saves time on the CPU, where the bundled model is trained.
 
-    With the instructions AVX512-BF16 or AMX of the CPU, a step takes less than half of the seconds
-    of fp32. Without them it takes longer. False if there is a GPU.
+    With the instructions AVX512-BF16 or AMX of the CPU, a step takes about three quarters of the
+    seconds of fp32. Without them it takes longer. False if there is a GPU.
     """
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     has_instructions = any(getattr(torch.cpu, name, lambda: False)() for name in checks)

@@ -12,7 +12,7 @@ If the user selects weights, these are trained without a LoRA. A closed form the
 keys and values are linear in the text (Stable Diffusion 1, 2, XL). After a LoRA it does not help
 (tiny_ablation.md).
 
-On a CPU with bf16 instructions the default trains the bundled model in bf16, in less than half of
+On a CPU with bf16 instructions the default trains the bundled model in bf16, in three quarters of
 the seconds. The measured recipes of the leaderboard train in fp32.
 
 If only some concepts have an anchor, all weights are trained, without the closed form. If none has
