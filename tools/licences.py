@@ -13,6 +13,7 @@ each text that the metadata does not declare, and `REVIEWED` holds the result.
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import tomllib
@@ -670,7 +671,9 @@ end with an error.
 
 def main(arguments: list[str]) -> int:
     """Write the page, or check. Returns the exit status."""
-    if "--check" in arguments:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail for mistakes")
+    if parser.parse_args(arguments).check:
         mistakes = problems()
         print("\n".join(mistakes) or "no copyleft licence in the default install but nudenet's")
         return int(bool(mistakes))
