@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from concept_eraser.utils.collector import collect_less_often
-from tests import processes
+from tests import processes, small_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may depend on a download
 # the workers share the cores: with more threads each they would wait for each other
@@ -79,6 +79,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # above the folders of the workers
+    small_model.SESSION[:] = [folder]
     folder = folder / "cache"
     folder.mkdir(exist_ok=True)
     os.environ["CONCEPT_ERASER_CACHE"] = str(folder)
@@ -102,6 +103,14 @@ def shared_tiny() -> Any:
 
 
 @pytest.fixture(scope="session")
+def shared_small() -> Any:
+    """The model of the recipe `short`, for tests that only read it."""
+    from concept_eraser.models.loading import load
+
+    return load(small_model.small_sd())
+
+
+@pytest.fixture(scope="session")
 def tiny_fp32(shared_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled pipeline as a checkpoint in fp32, so that nothing is rounded when it is written.
 
@@ -113,9 +122,12 @@ def tiny_fp32(shared_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def short(**changes: Any) -> dict[str, Any]:
-    """A recipe that trains for seconds: few images, few steps, few weights."""
+    """A recipe that trains for a second: a small model, few images, few steps, few weights.
+
+    Its weights are random. `model="tiny-sd"` is for tests that look at what a model generates.
+    """
     recipe: dict[str, Any] = {
-        "model": "tiny-sd",
+        "model": changes.get("model") or small_model.small_sd(),
         "forget": {"prompts": "tiny_star", "loss": "anchor", "anchor": {"shape": "circle"}, "n": 8},
         "retain": {"prompts": "tiny_rest", "n": 8},
         "method": {"name": "munba"},

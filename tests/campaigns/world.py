@@ -122,6 +122,7 @@ def build(root: Path, *, runs: bool = True) -> World:
 def recipe(**changes: Any) -> dict[str, Any]:
     """A recipe of two steps on four images of one denoising step."""
     return short(
+        model="tiny-sd",
         forget__n=4,
         retain__n=4,
         training__steps=2,

@@ -102,7 +102,10 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
-    api.erase(short(training__lr=1e-2, training__steps=8), output=folder / "runs" / "star")
+    api.erase(
+        short(model="tiny-sd", training__lr=1e-2, training__steps=8),
+        output=folder / "runs" / "star",
+    )
     new_server = Server(folder)
     yield new_server
     new_server.close()

@@ -45,7 +45,7 @@ SETTINGS = [ImageSettings("a red star", seed, 2, 5.0) for seed in (0, 1)]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A runs folder with one short run that erases the star."""
     folder = tmp_path_factory.mktemp("demo") / "runs"
-    api.erase(short(training__lr=1e-2, training__steps=8), output=folder / "star")
+    api.erase(short(model="tiny-sd", training__lr=1e-2, training__steps=8), output=folder / "star")
     return folder
 
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import concept_eraser
-from concept_eraser.models.loading import load
 from tests.families import build
+from tests.small_model import make_small_stable_diffusion
 
 SD = "stable-diffusion-v1-4"
 FAMILIES = {"sdxl": "sdxl", "sd35": "sd3", "flux": "flux"}
@@ -55,23 +54,6 @@ COPIES = {
 }
 ALWAYS = [SD, "flux", *FILES]
 IMAGES = ("before", "after", "reference")
-
-
-def make_small_stable_diffusion(folder: Path) -> None:
-    """Save a Stable Diffusion with a quarter of the bundled pipeline's channels."""
-    from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
-
-    bundled_model: Any = load("tiny-sd")
-    bundled_model.pipeline.save_pretrained(folder)  # in fp32
-    pipeline = StableDiffusionPipeline.from_pretrained(folder)
-    unet = {**pipeline.unet.config, "block_out_channels": (16, 32), "norm_num_groups": 8}
-    vae = {**pipeline.vae.config, "block_out_channels": (8, 16, 16), "norm_num_groups": 4}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        pipeline.unet = UNet2DConditionModel.from_config(unet)
-        pipeline.vae = AutoencoderKL.from_config(vae)
-    shutil.rmtree(folder)
-    pipeline.save_pretrained(folder)
 
 
 def make_images(folder: Path, seed: int) -> None:

@@ -57,8 +57,8 @@ def test_measurements_end_below_the_bound_and_continue_after_a_kill(
 
 
 def test_watching_changes_no_weights_and_records_the_time(tmp_path: Path) -> None:
-    plain_run = api.erase(short(), output=tmp_path / "plain")
-    watch_run = api.erase(short(watch=WATCH), output=tmp_path / "seen")
+    plain_run = api.erase(short(model="tiny-sd"), output=tmp_path / "plain")
+    watch_run = api.erase(short(model="tiny-sd", watch=WATCH), output=tmp_path / "seen")
     weights = [load_file(run.folder / "weights.safetensors") for run in (plain_run, watch_run)]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     summary = json.loads((watch_run.folder / "done.json").read_text())["time_to_unlearn"]

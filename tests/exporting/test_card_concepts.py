@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for a, b in ANCHORS.items()
     ]
     concept_eraser.erase(
-        short(training__steps=1, retain__prompts="tiny_five_rest", forget=forget)
+        short(model="tiny-sd", training__steps=1, retain__prompts="tiny_five_rest", forget=forget)
         | {"concepts": "together"},
         output=folder,
     )

@@ -27,7 +27,11 @@ def evaluated_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an evaluation and an attack, of few images."""
     run = tmp_path_factory.mktemp("card") / "no_star"
     concept_eraser.erase(
-        short(training__steps=2, trainable={"select": "cross_attention_kv", "lora": {"rank": 2}}),
+        short(
+            model="tiny-sd",
+            training__steps=2,
+            trainable={"select": "cross_attention_kv", "lora": {"rank": 2}},
+        ),
         output=run,
     )
     concept_eraser.evaluate(run, n=4, output=run)

@@ -35,7 +35,11 @@ NOBODY = "http://127.0.0.1:9"  # no server listens there
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "no_star"
     concept_eraser.erase(
-        short(training__steps=2, trainable={"select": "cross_attention_kv", "lora": {"rank": 2}}),
+        short(
+            model="tiny-sd",
+            training__steps=2,
+            trainable={"select": "cross_attention_kv", "lora": {"rank": 2}},
+        ),
         output=folder,
         save="pipeline",
     )

@@ -17,9 +17,9 @@ import concept_eraser
 from concept_eraser import UserError, registry
 from concept_eraser.cli.main import app
 from concept_eraser.models.lora import Adapter, layers_of
-from concept_eraser.utils import resources
 from tests.conftest import short
 from tests.processes import Command, run_command
+from tests.small_model import small_sd
 
 SAMPLING: dict[str, Any] = {"seeds": [5], "steps": 3, "guidance": 5.0}
 LORA = {"select": "cross_attention", "lora": {"rank": 2, "alpha": 4}}
@@ -31,12 +31,11 @@ def one_step_recipe(**changes: Any) -> dict[str, Any]:
 
 
 def plain() -> Any:
-    """The bundled pipeline as plain diffusers loads it."""
+    """The recipe's pipeline as plain diffusers loads it."""
     from diffusers import StableDiffusionPipeline
 
-    folder = resources.tiny_weights() / "tiny-sd"
     pipe = StableDiffusionPipeline.from_pretrained(
-        folder, safety_checker=None, feature_extractor=None
+        small_sd(), safety_checker=None, feature_extractor=None
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(torch.float32)
@@ -94,10 +93,10 @@ def test_the_run_folder_records_the_trained_weights(run) -> None:
     }
 
 
-def test_only_the_adapted_weights_changed_and_by_the_rank_of_the_lora(run, shared_tiny) -> None:
+def test_only_the_adapted_weights_changed_and_by_the_rank_of_the_lora(run, shared_small) -> None:
     tensors, before = (
         load_file(run.folder / "weights.safetensors"),
-        shared_tiny.denoiser.state_dict(),
+        shared_small.denoiser.state_dict(),
     )
     after = run.load().denoiser.state_dict()
     assert list(after) == list(before), "no trace of an adapter"
@@ -140,7 +139,7 @@ def test_every_rule_trains_a_lora(method: str, tmp_path: Path, tiny) -> None:
     ],
     ids=["saliency", "free", "bf16", "conv", "text_encoder"],
 )
-def test_other_settings(change: dict, tmp_path: Path, shared_tiny) -> None:
+def test_other_settings(change: dict, tmp_path: Path, shared_small) -> None:
     recipe = {**one_step_recipe(), "trainable": dict(LORA)}
     for path, value in change.items():
         *parents, last = path.split("__")
@@ -150,7 +149,7 @@ def test_other_settings(change: dict, tmp_path: Path, shared_tiny) -> None:
     pipe = plain()
     pipe.load_lora_weights(str(result.folder / "lora"))
     assert apart(rendered_image(pipe), image) <= 1
-    assert apart(shared_tiny.sample(["a red star"], **SAMPLING)[0], image) > 1
+    assert apart(shared_small.sample(["a red star"], **SAMPLING)[0], image) > 1
 
 
 def test_the_teacher_is_the_model_without_the_lora(tiny, shared_tiny) -> None:
@@ -218,32 +217,32 @@ def test_killed_and_resumed_to_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "message"),
+    ("trainable", "message"),
     [
         (
-            one_step_recipe(trainable={"select": "re:norm", "lora": 4}),
+            {"select": "re:norm", "lora": 4},
             "found weights of GroupNorm, LayerNorm",
         ),
-        (one_step_recipe(trainable={"select": "re:conv", "lora": 4}), "trainable.lora.conv: true"),
+        ({"select": "re:conv", "lora": 4}, "trainable.lora.conv: true"),
         (
-            one_step_recipe(trainable={"select": "all", "lora": 4, "reinitialise": 0.1}),
+            {"select": "all", "lora": 4, "reinitialise": 0.1},
             "reinitialise changes weights",
         ),
         (
-            one_step_recipe(trainable={"select": "all", "lora": 0}),
+            {"select": "all", "lora": 0},
             "trainable.lora.rank: input should be greater than or equal to 1",
         ),
-        (one_step_recipe(trainable={"select": "all", "lora": {"ranks": 1}}), "did you mean 'rank'"),
-        (one_step_recipe(trainable={"select": "all", "lora": "big"}), "trainable.lora.rank"),
+        ({"select": "all", "lora": {"ranks": 1}}, "did you mean 'rank'"),
+        ({"select": "all", "lora": "big"}, "trainable.lora.rank"),
     ],
 )
-def test_what_cannot_be(recipe: dict, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be(trainable: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        concept_eraser.erase(recipe, output=tmp_path / "run")
+        concept_eraser.erase(one_step_recipe(trainable=trainable), output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_other_targets_and_adapted_models_are_refused(tmp_path: Path, run, tiny) -> None:
+def test_other_targets_and_adapted_models_are_refused(tmp_path: Path, run) -> None:
     from concept_eraser.recipes import recipe as recipes
 
     with pytest.raises(UserError, match="only the targets denoiser and text_encoder train a LoRA"):
@@ -255,9 +254,10 @@ def test_other_targets_and_adapted_models_are_refused(tmp_path: Path, run, tiny)
                 "trainable": {"lora": 4},
             }
         )
-    tiny.pipeline.load_lora_weights(str(run.folder / "lora"))
+    model: Any = concept_eraser.load(small_sd())
+    model.pipeline.load_lora_weights(str(run.folder / "lora"))
     with pytest.raises(UserError, match="carries adapters"):
-        Adapter(tiny.denoiser, [], rank=1, alpha=1, seed=0)
+        Adapter(model.denoiser, [], rank=1, alpha=1, seed=0)
 
 
 def test_the_flag_and_the_dry_run() -> None:

@@ -106,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """
     folder, run_folders = tmp_path_factory.mktemp("runs"), []
     for name, method in (("one", "munba"), ("two", "pcgrad")):
-        run = api.erase(short(method={"name": method}), output=folder / name)
+        run = api.erase(short(model="tiny-sd", method={"name": method}), output=folder / name)
         api.evaluate(run.folder, SUITE, output=run.folder)
         api.attack(
             run.folder,

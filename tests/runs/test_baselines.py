@@ -29,6 +29,7 @@ from concept_eraser.targets.adapter import add_adapter
 from concept_eraser.tiny import families
 from tests.conftest import short
 from tests.losses.test_losses import eraser, perturb
+from tests.small_model import small_sd
 
 RECIPES = ["ca", "erasediff", "fmn", "negation", "npo", "sa", "salun", "spm"]
 FEW = [
@@ -389,7 +390,7 @@ def amnesia(**changes: Any) -> dict[str, Any]:
 
 
 def distance(folder: Path) -> float:
-    original = load("tiny-sd").denoiser.state_dict()
+    original = load(small_sd()).denoiser.state_dict()
     return sum(
         float((v - original[k]).square().sum())
         for k, v in load_file(folder / "weights.safetensors").items()
@@ -452,7 +453,7 @@ def test_negation_subtracts_what_training_added(select: dict, tmp_path: Path) ->
     negated_run = concept_eraser.erase(
         {**job, "trainable": {**select, "negate": 0.7}}, output=tmp_path / "turned"
     )
-    original = load("tiny-sd").denoiser.state_dict()
+    original = load(small_sd()).denoiser.state_dict()
     plus, minus = (
         load_file(run.folder / "weights.safetensors") for run in (plain_run, negated_run)
     )
@@ -463,7 +464,7 @@ def test_negation_subtracts_what_training_added(select: dict, tmp_path: Path) ->
     assert max(float((v - original[k]).abs().max()) for k, v in minus.items()) > 1e-3
     if "lora" in select:
         again = concept_eraser.load(
-            negated_run.folder / "lora", base="tiny-sd"
+            negated_run.folder / "lora", base=small_sd()
         ).denoiser.state_dict()
         for key in minus:
             torch.testing.assert_close(again[key], minus[key], rtol=1e-4, atol=1e-6)
@@ -536,6 +537,7 @@ def test_empty_prompts_preserve_the_unconditional_prediction(tmp_path: Path) -> 
 
     def train(share: float) -> tuple[float, float]:
         content = short(
+            model="tiny-sd",
             forget={
                 "prompts": ["a blue circle", "a blue heart"],
                 "loss": "anchor",

@@ -28,6 +28,7 @@ from concept_eraser.utils.progress import silent
 from tests import processes
 from tests.conftest import short
 from tests.processes import run_command
+from tests.small_model import small_sd
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -75,8 +76,8 @@ def test_the_run_folder_describes_itself(run) -> None:
         )
 
 
-def test_only_the_selected_weights_changed(run, shared_tiny) -> None:
-    before = shared_tiny.denoiser.state_dict()
+def test_only_the_selected_weights_changed(run, shared_small) -> None:
+    before = shared_small.denoiser.state_dict()
     after = concept_eraser.load(run.folder).denoiser.state_dict()
     names = {name for name in before if not torch.equal(before[name], after[name])}
     assert names == set(weights(run.folder))
@@ -85,10 +86,10 @@ def test_only_the_selected_weights_changed(run, shared_tiny) -> None:
         assert torch.equal(value, after[name])
 
 
-def test_the_other_parts_are_untouched(run, shared_tiny) -> None:
+def test_the_other_parts_are_untouched(run, shared_small) -> None:
     after = concept_eraser.load(run.folder)
     for part in ("vae", "text_encoder"):
-        for name, value in shared_tiny.parts[part].state_dict().items():
+        for name, value in shared_small.parts[part].state_dict().items():
             assert torch.equal(value, after.parts[part].state_dict()[name]), (part, name)
 
 
@@ -106,7 +107,7 @@ def test_two_micro_batches_of_one_are_one_of_two(run, tmp_path: Path) -> None:
     )
     for name, value in weights(other.folder).items():
         torch.testing.assert_close(value, weights(run.folder)[name], rtol=0, atol=2e-5)
-    before = concept_eraser.load("tiny-sd").denoiser.state_dict()
+    before = concept_eraser.load(small_sd()).denoiser.state_dict()
     change = max(float((v - before[k]).abs().max()) for k, v in weights(run.folder).items())
     assert change > 2e-4, "the tolerance is far below what training moves"
 

@@ -23,6 +23,7 @@ from concept_eraser.tiny import families
 from concept_eraser.training.distributed import fsdp
 from tests import processes
 from tests.conftest import short
+from tests.small_model import small_sd
 from tests.training.test_two_processes import (
     LIMIT,
     count_steps,
@@ -153,7 +154,7 @@ def test_split_weights_end_where_whole_ones_do(tmp_path: Path) -> None:
         require_same(tmp_path / f"{name}_none", tmp_path / f"{name}_weights")
         assert relative_change(tmp_path / f"{name}_weights") > 1e-3
     state = concept_eraser.load(tmp_path / "munba_weights").denoiser.state_dict()
-    before = concept_eraser.load("tiny-sd").denoiser.state_dict()
+    before = concept_eraser.load(small_sd()).denoiser.state_dict()
     weights = load_file(tmp_path / "munba_weights" / "weights.safetensors")
     for name, value in before.items():
         assert torch.equal(state[name], weights.get(name, value)), (
@@ -163,7 +164,7 @@ def test_split_weights_end_where_whole_ones_do(tmp_path: Path) -> None:
 
 
 def whole_bytes() -> int:
-    return sum(p.numel() * 4 for p in concept_eraser.load("tiny-sd").denoiser.parameters())
+    return sum(p.numel() * 4 for p in concept_eraser.load(small_sd()).denoiser.parameters())
 
 
 @pytest.mark.slow
@@ -204,7 +205,7 @@ def test_together_with_settings_that_save_memory(tmp_path: Path) -> None:
             "half of half: the wide weights are bf16"
         )
     require_same(tmp_path / "memory_none", tmp_path / "memory_weights", limit=2e-3)
-    before = concept_eraser.load("tiny-sd").denoiser.state_dict()
+    before = concept_eraser.load(small_sd()).denoiser.state_dict()
     after = concept_eraser.load(tmp_path / "memory_weights").denoiser.state_dict()
     weights = load_file(tmp_path / "memory_weights" / "weights.safetensors")
     assert all(

@@ -24,6 +24,7 @@ from concept_eraser.training.averaging import Average
 from concept_eraser.training.closure import LossClosure
 from concept_eraser.training.engine import Engine, Schedule
 from tests.conftest import short
+from tests.small_model import small_sd
 
 SGD = {"training__optimizer": "sgd", "training__lr": 1.0}
 ALL: dict[str, Any] = {
@@ -130,17 +131,17 @@ def test_steps_are_those_of_torch() -> None:
         theirs.step()
 
 
-def test_the_combined_gradient_is_clipped(shared_tiny, tmp_path: Path) -> None:
+def test_the_combined_gradient_is_clipped(shared_small, tmp_path: Path) -> None:
     """MUNBa's direction has the norm sqrt(2); with clip it has this norm, or the smaller one."""
     for clip, length, clipped in ((None, 2**0.5, None), (0.5, 0.5, 1), (2.0, 2**0.5, 0)):
         run = concept_eraser.erase(
             short(training__steps=1, training__clip=clip, **SGD), output=tmp_path / str(clip)
         )
-        assert change(run.folder, shared_tiny) == pytest.approx(length, rel=1e-4)
+        assert change(run.folder, shared_small) == pytest.approx(length, rel=1e-4)
         assert logs.read(run.folder / "log.jsonl")[0].get("clipped") == clipped
 
 
-def test_each_gradient_is_clipped_before_the_combination(shared_tiny, tmp_path: Path) -> None:
+def test_each_gradient_is_clipped_before_the_combination(shared_small, tmp_path: Path) -> None:
     """The sum of two unit gradients; MUNBa does not notice, since it normalises them itself."""
     each = {"training__steps": 1, "training__clip": 1e-3, "training__clip_each": True, **SGD}
     run = concept_eraser.erase(short(method="weighted", **each), output=tmp_path / "sum")
@@ -148,7 +149,7 @@ def test_each_gradient_is_clipped_before_the_combination(shared_tiny, tmp_path: 
     assert row["norms"] == pytest.approx({"retain": 1e-3, "forget": 1e-3}, rel=1e-5)
     assert row["clipped"] == 2
     expected = 1e-3 * math.sqrt(2 + 2 * row["cosine"])
-    assert change(run.folder, shared_tiny) == pytest.approx(expected, rel=1e-3)
+    assert change(run.folder, shared_small) == pytest.approx(expected, rel=1e-3)
     clipped = concept_eraser.erase(short(**each), output=tmp_path / "clipped")
     plain = concept_eraser.erase(short(training__steps=1, **SGD), output=tmp_path / "plain")
     for name, value in weights(plain.folder).items():
@@ -214,7 +215,7 @@ def test_the_average_is_saved_and_watched(tmp_path: Path, monkeypatch: pytest.Mo
         update(self)
 
     monkeypatch.setattr(averaging.Average, "update", record)
-    model = concept_eraser.load("tiny-sd")
+    model = concept_eraser.load(small_sd())
     before = {k: v.clone() for k, v in model.denoiser.state_dict().items()}
 
     def on_step(step: int, seconds: float) -> None:
@@ -270,10 +271,10 @@ def test_everything_resumes_bit_by_bit(changes: dict[str, Any], tmp_path: Path) 
     assert any(float(value.abs().max()) > 0 for value in a.values())
 
 
-def test_a_masked_weight_stays_with_momentum_and_decay(shared_tiny, tmp_path: Path) -> None:
+def test_a_masked_weight_stays_with_momentum_and_decay(shared_small, tmp_path: Path) -> None:
     changes = {**ALL, "trainable": {"select": "cross_attention", "saliency": 0.3}}
     run = concept_eraser.erase(short(**changes), output=tmp_path / "run")
-    before = shared_tiny.denoiser.state_dict()
+    before = shared_small.denoiser.state_dict()
     moved = torch.cat([(v != before[k]).flatten() for k, v in weights(run.folder).items()])
     assert 0.2 < float(moved.float().mean()) <= 0.301
 

@@ -28,6 +28,7 @@ from concept_eraser.models.module import build
 from concept_eraser.training.distributed.sharding import owners, refuse_wrappers
 from tests import processes
 from tests.conftest import ROOT, short
+from tests.small_model import small_sd
 
 LIMIT = 1e-5  # the largest relative difference of a tensor, in fp32
 MANY = 500  # steps, more than a test waits for
@@ -113,7 +114,7 @@ def require_equal(one: Path, two: Path) -> None:
 
 def relative_change(run: Path) -> float:
     """The largest relative change of a tensor by the training; a comparison needs one."""
-    before = concept_eraser.load("tiny-sd").denoiser.state_dict()
+    before = concept_eraser.load(small_sd()).denoiser.state_dict()
     return max(
         float((v - before[k]).norm() / before[k].norm())
         for k, v in load_file(run / "weights.safetensors").items()
