@@ -18,6 +18,7 @@ from concept_eraser.models.loading import load
 from concept_eraser.recipes.selections import select
 from concept_eraser.utils.errors import UserError
 from tests import families
+from tests.small_model import small_sd
 
 NAMES = ("sd", "sdxl", "sd3", "flux", "dit")
 SELECTIONS: dict[str, dict[str, Any]] = {
@@ -37,15 +38,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of the tiny pipeline of a family; for Stable Diffusion it is the bundled one."""
+    """The folder of the tiny pipeline of a family; for Stable Diffusion it is the small one."""
     root, paths = tmp_path_factory.mktemp("matrix"), {}
 
     def of(name: str) -> Path:
         if name not in paths:
-            paths[name] = families.build(name, root / name) if name != "sd" else root / name
-            if name == "sd":
-                pipeline: Any = load("tiny-sd")
-                pipeline.pipeline.save_pretrained(paths[name])  # in fp32
+            is_sd = name == "sd"
+            paths[name] = Path(small_sd()) if is_sd else families.build(name, root / name)
         return paths[name]
 
     return of
