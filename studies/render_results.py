@@ -22,6 +22,7 @@ from studies.rendering import (
     attacks,
     benchmarks,
     conflict,
+    excess_recovery,
     figures,
     guidance,
     labelled,
@@ -102,6 +103,7 @@ def pages() -> dict[Path, str]:
         **conflict.PAGES,
         **side_effects.PAGES,
         **location.PAGES,
+        **excess_recovery.PAGES,
     }
     for name, renderer in renderers.items():
         if Results(name):

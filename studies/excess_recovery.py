@@ -1,0 +1,231 @@
+"""What attacks recover from erased models beyond what they get from models that never learned.
+
+    python -m studies.excess_recovery studies/configs/excess_recovery.yaml [--concepts heart]
+    [--entries munba_uce,uce] [--attacks completion] [--seeds 0] [--work runs/excess_recovery]
+
+Each erasure is trained on the training split of protocol 2. Its suite measures it on the test
+split, beside the controls: models that never learned the concept, trained by `python -m
+concept_eraser.tiny.build --without shape=heart`. Then each attack runs on the erased model and on
+the controls, with the same prompts, seeds and budget.
+
+Each pair of a model and an attack is a result of the study (studies/result_tables.py). Results of
+the same weights and the same protocol are not made again, and an interrupted attack continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from concept_eraser import api
+from concept_eraser.data import generate
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.attacks import runner
+from concept_eraser.evaluation.never_learned import NeverLearned, read_record
+from concept_eraser.models.base import Model, onto_gpu
+from concept_eraser.utils import provenance
+from studies.rendering.excess_recovery import STUDY, attack_key, model_key
+from studies.result_tables import Content, Results
+from studies.runs import clear, erased_model, recipe_of
+from studies.tasks import parse_names
+
+
+@dataclass(frozen=True)
+class Case:
+    """One concept with the models that its erasures are compared with.
+
+    Attributes:
+        name: The concept.
+        suite: Its suite of the test split.
+        original: The model before the erasures.
+        controls: Models that never learned the concept.
+        folders: The folders of the controls.
+    """
+
+    name: str
+    suite: suites.Suite
+    original: Model
+    controls: Sequence[NeverLearned]
+    folders: Sequence[Path]
+
+
+def load_case(study: Mapping[str, Any], name: str) -> Case:
+    """Load the original and the controls of a concept.
+
+    Raises:
+        UserError: A control is missing, was trained on the concept, or has another text encoder,
+            VAE or tokenizer than the original.
+    """
+    concept = study["concepts"][name]
+    suite = suites.load(concept["suite"])
+    original = api.load(study.get("model", "tiny-sd"))
+    texts = [text for group in suite.groups for text in suites.group_prompts(suite, group).texts]
+    folders = [Path(folder) for folder in concept["controls"]]
+    controls = [NeverLearned(api.load(str(folder)), read_record(folder)) for folder in folders]
+    for control in controls:
+        control.require_comparable(original, suite.concept, texts)
+    onto_gpu(original, *(control.model for control in controls))
+    return Case(name, suite, original, controls, folders)
+
+
+def train(study: Mapping[str, Any], case: Case, entry: str, seed: int, work: Path) -> Model:
+    """Return an erased model. A finished run is loaded."""
+    values = study["entries"][entry]
+    prompts = {
+        "forget.prompts": f"protocol2_{case.name}",
+        "retain.prompts": f"protocol2_{case.name}_retain",
+    }
+    content = {"recipe": values["recipe"], "set": {**prompts, **values.get("set", {})}}
+    recipe = recipe_of(content, {}, seed)
+    folder = work / model_key(case.name, entry, seed)
+    clear(folder, recipe)
+    run = api.erase(recipe, output=folder, resume=True)
+    # from the stored tensors, so that a finished run has the same weights in every call
+    model = cast(Model, erased_model(run))
+    onto_gpu(model)
+    return model
+
+
+def evaluate(results: Results, case: Case, key: str, model: Model, about: Content) -> None:
+    """Measure a model by the suite and against the controls, if this was not done before."""
+    settings = {
+        "model": generate.model_fingerprint(model),
+        "controls": [generate.model_fingerprint(control.model) for control in case.controls],
+        "suite": provenance.fingerprint(case.suite.model_dump(mode="json")),
+    }
+    if _is_done(results, key, settings):
+        return
+    evaluation = api.evaluate(
+        model, case.suite, before=case.original, control=[str(folder) for folder in case.folders]
+    )
+    content = {"evaluation": evaluation.as_dict(), "settings": settings}
+    results[key] = {**about, **content, "environment": provenance.describe()}
+
+
+def attack(
+    results: Results,
+    study: Mapping[str, Any],
+    case: Case,
+    key: str,
+    *,
+    victim: Model,
+    about: Content,
+    work: Path,
+) -> None:
+    """Attack a model, if this was not done before."""
+    protocol = protocol_of(study, case.suite, study["attacks"][about["attack"]])
+    settings = {
+        "victim": generate.model_fingerprint(victim),
+        "original": generate.model_fingerprint(case.original),
+        "protocol": provenance.fingerprint(protocol.as_dict()),
+    }
+    if _is_done(results, key, settings):
+        return
+    campaign = runner.run(protocol, victim, case.original, folder=work / "attacks" / key)
+    results[key] = {**about, "campaign": campaign.as_dict(), "settings": settings}
+
+
+def protocol_of(
+    study: Mapping[str, Any], suite: str | suites.Suite, entry: Mapping[str, Any]
+) -> runner.Protocol:
+    """Return the protocol of an attack of the configuration."""
+    return runner.Protocol(
+        suite=suites.load(suite),
+        attack=entry["name"],
+        options=entry.get("options", {}),
+        n=study["n"],
+        batch=study["batch"],
+        seed=study["seed"],
+    )
+
+
+def _is_done(results: Results, key: str, settings: Content) -> bool:
+    previous = results.get(key)
+    return previous is not None and previous["settings"] == settings
+
+
+def run(
+    study: Mapping[str, Any],
+    *,
+    concepts: Sequence[str],
+    entries: Sequence[str],
+    attacks: Sequence[str],
+    seeds: Sequence[int],
+    work: Path,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Train, evaluate and attack, and store each result.
+
+    The controls are attacked first. One erasure follows the other.
+    """
+    results = Results(STUDY)
+    for name in concepts:
+        case = load_case(study, name)
+        for number, control in enumerate(case.controls, 1):
+            about: Content = {"concept": name, "kind": "control", "model": f"control_{number}"}
+            about |= {"label": "never learned", "record": dict(control.record)}
+            for one in attacks:
+                key = attack_key(name, f"control_{number}", one)
+                attack(
+                    results,
+                    study,
+                    case,
+                    key,
+                    victim=control.model,
+                    about={**about, "attack": one},
+                    work=work,
+                )
+                report(key)
+        for seed in seeds:
+            for entry in entries:
+                if seed not in study["entries"][entry].get("seeds", seeds):
+                    continue
+                model = train(study, case, entry, seed, work)
+                about = {"concept": name, "kind": "erased", "model": entry, "seed": seed}
+                about |= {"label": study["entries"][entry]["label"]}
+                key = model_key(name, entry, seed)
+                evaluate(results, case, key, model, about)
+                report(key)
+                for one in attacks:
+                    key = attack_key(name, f"{entry}_seed{seed}", one)
+                    attack(
+                        results,
+                        study,
+                        case,
+                        key,
+                        victim=model,
+                        about={**about, "attack": one},
+                        work=work,
+                    )
+                    report(key)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--concepts", default="", help="only these")
+    parser.add_argument("--entries", default="", help="only these erasures")
+    parser.add_argument("--attacks", default="", help="only these")
+    parser.add_argument("--seeds", default="", help="only these training seeds")
+    parser.add_argument("--work", type=Path, default=Path("runs/excess_recovery"))
+    args = parser.parse_args()
+    study = yaml.safe_load(args.study.read_text())
+    run(
+        study,
+        concepts=parse_names(parser, "concepts", args.concepts, study["concepts"]),
+        entries=parse_names(parser, "entries", args.entries, study["entries"]),
+        attacks=parse_names(parser, "attacks", args.attacks, study["attacks"]),
+        seeds=[int(text) for text in args.seeds.split(",") if text] or study["seeds"],
+        work=args.work,
+    )
+
+
+if __name__ == "__main__":
+    main()

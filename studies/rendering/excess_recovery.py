@@ -1,0 +1,214 @@
+"""The page of the study `excess_recovery`: attacks on erased models and on models that never
+learned the concept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from concept_eraser.evaluation.seed_statistics import LEAST_SEEDS, cluster_bootstrap
+from concept_eraser.evaluation.statistics import Interval, paired_difference, wilson
+from studies.rendering.common import notes, share, source, table
+from studies.result_tables import Content, Results
+
+STUDY = "excess_recovery"
+COMMAND = f"python -m studies.excess_recovery studies/configs/{STUDY}.yaml"
+
+
+def model_key(concept: str, entry: str, seed: int) -> str:
+    """Return the key of an erased model: of its evaluation, and of its run folder."""
+    return f"{concept}_{entry}_seed{seed}"
+
+
+def attack_key(concept: str, model: str, attack: str) -> str:
+    """Return the key of an attack on a model: an erasure with its seed, or a control."""
+    return f"{concept}_{model}_{attack}"
+
+
+def by_concept(results: Mapping[str, Content]) -> dict[str, list[Content]]:
+    """Return the results of each concept."""
+    groups: dict[str, list[Content]] = {}
+    for content in results.values():
+        groups.setdefault(content["concept"], []).append(content)
+    return groups
+
+
+def evaluations(contents: Sequence[Content]) -> dict[str, list[Content]]:
+    """Return the evaluations of each erasure, one for each training seed."""
+    groups: dict[str, list[Content]] = {}
+    for content in contents:
+        if "evaluation" in content:
+            groups.setdefault(content["model"], []).append(content)
+    return groups
+
+
+def campaigns(contents: Sequence[Content], attack: str, model: str | None = None) -> list[Content]:
+    """Return the attacks of a name on an erasure, or on the controls without a `model`."""
+    return [
+        one
+        for one in contents
+        if one.get("attack") == attack
+        and (one["kind"] == "control" if model is None else one["model"] == model)
+    ]
+
+
+def successes(content: Content) -> dict[tuple[str, int], bool]:
+    """Return whether each attacked prompt showed the concept in the end, by prompt and seed."""
+    return {(a["prompt"], a["seed"]): a["success"] for a in content["campaign"]["attempts"]}
+
+
+def success_rate(contents: Sequence[Content]) -> Interval:
+    """Return the attack success rate over all prompts of all models, with Wilson's interval."""
+    values = [value for one in contents for value in successes(one).values()]
+    return wilson(sum(values), len(values))
+
+
+def excess(erased: Sequence[Content], controls: Sequence[Content]) -> Interval:
+    """Return the mean excess recovery of an attack.
+
+    The unit is the training seed of the erasure where there are three or more seeds. Otherwise the
+    difference is paired by prompt, and its interval does not hold for other trainings.
+
+    Raises:
+        ValueError: The attacks have different prompts.
+    """
+    of_controls = [successes(one) for one in controls]
+    differences, pairs = [], []
+    for content in erased:
+        own = successes(content)
+        if any(own.keys() != other.keys() for other in of_controls):
+            raise ValueError(f"{content['model']}: the attacks have different prompts")
+        differences.append(
+            np.array([own[k] - float(np.mean([c[k] for c in of_controls])) for k in own])
+        )
+        pairs += [(own[k], other[k]) for other in of_controls for k in own]
+    if len(differences) >= LEAST_SEEDS:
+        return cluster_bootstrap(differences)
+    after, before = (np.array(column) for column in zip(*pairs, strict=True))
+    return paired_difference(before, after)
+
+
+def attack_table(contents: Sequence[Content]) -> str:
+    """Return a row for each attack on each erasure."""
+    attacks = list(dict.fromkeys(one["attack"] for one in contents if "attack" in one))
+    labels = {one["model"]: one["label"] for one in contents if one["kind"] == "erased"}
+    head = ["family", "attack", "model", "training seeds", "success %", "never learned: success %"]
+    rows = [[*head, "excess recovery, points"]]
+    for attack in attacks:
+        controls = campaigns(contents, attack)
+        for model, label in labels.items():
+            erased = campaigns(contents, attack, model)
+            if not erased or not controls:
+                continue
+            rows.append(
+                [
+                    erased[0]["campaign"]["family"],
+                    attack.replace("_", " "),
+                    label,
+                    str(len(erased)),
+                    share(success_rate(erased)),
+                    share(success_rate(controls)),
+                    share(excess(erased, controls)),
+                ]
+            )
+    rows[1:] = sorted(rows[1:], key=lambda row: (row[0], attacks.index(row[1].replace(" ", "_"))))
+    return table(rows)
+
+
+def model_table(contents: Sequence[Content]) -> str:
+    """Return a row for each erasure: what it draws, and how far it is from the controls."""
+    rows = [
+        [
+            "model",
+            "training seeds",
+            "concept rate %",
+            "retain accuracy %",
+            "accuracy on unseen concepts %",
+            "gap to retraining: concept; retained; unseen",
+        ]
+    ]
+    for group in evaluations(contents).values():
+        attribute = next(iter(group[0]["evaluation"]["protocol"]["concept"]))
+        rows.append(
+            [
+                group[0]["label"],
+                str(len(group)),
+                _mean_rate(group, "concept_rate", "direct"),
+                _mean_rate(group, f"accuracy_{attribute}", "retained"),
+                _mean_rate(group, f"accuracy_{attribute}", "unseen"),
+                "; ".join(_gap(group, name) for name in ("direct", "retained", "unseen")),
+            ]
+        )
+    return table(rows)
+
+
+def _mean_rate(group: Sequence[Content], metric: str, name: str) -> str:
+    """Return a rate over the images of all training seeds, or "-"."""
+    values = [
+        row["after"]
+        for one in group
+        for row in one["evaluation"]["results"]
+        if (row["metric"], row["group"]) == (metric, name)
+    ]
+    if not values:
+        return "-"
+    count = sum(round(value["value"] * value["n"]) for value in values)
+    return share(wilson(count, sum(value["n"] for value in values)))
+
+
+def _gap(group: Sequence[Content], name: str) -> str:
+    """Return the mean relative distance of noise predictions to the controls, or "-"."""
+    values = [
+        row["relative_to_original"]["value"]
+        for one in group
+        for row in (one["evaluation"].get("control") or {}).get("predictions", ())
+        if row["group"] == name and row["relative_to_original"] is not None
+    ]
+    return f"{np.mean(values):.2f}" if values else "-"
+
+
+def page() -> str:
+    """Return the page."""
+    results = dict(Results(STUDY))
+    parts: list[str] = []
+    for concept, contents in by_concept(results).items():
+        parts += [f"## {concept}", model_table(contents), attack_table(contents)]
+    environments: list[Mapping[str, Any]] = [
+        one["campaign"]["environment"] if "campaign" in one else one["environment"]
+        for one in results.values()
+    ]
+    commits = sorted({str(one["commit"])[:12] for one in environments})
+    devices = sorted({str(one["device"]) for one in environments})
+    return (
+        "\n\n".join(
+            part
+            for part in (
+                "# What attacks recover beyond a model that never learned the concept",
+                f"{source(STUDY, COMMAND)}.",
+                notes(STUDY),
+                EXPLANATION,
+                *parts,
+                f"Commits {', '.join(commits)}; {', '.join(devices)}.",
+            )
+            if part
+        )
+        + "\n"
+    )
+
+
+EXPLANATION = """* Success: the share of attacked prompts whose image shows the concept, with
+  the attack or without it.
+* Never learned: the same attack on a model that was trained without any image of the concept.
+* Excess recovery: the success on the erased model minus that on the model that never learned, by
+  prompt. Zero means that the attack finds nothing that the erasure left.
+* Gap to retraining: the distance of the noise predictions from those of the model that never
+  learned, relative to the original's distance. 0 is that model, 1 is the original.
+
+Brackets are 95 % intervals. Rates have Wilson intervals over prompts. The excess has the training
+seed as its unit where there are three seeds. With fewer it is paired by prompt, and says nothing
+about other trainings."""
+
+PAGES = {STUDY: page}
