@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx.search.en import SearchEnglish
 
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS))
@@ -110,6 +112,8 @@ def _shorten_aliases(app: Any, domain: str, objtype: str, content: Any) -> None:
 
 
 def setup(app: Any) -> None:
+    # a word of the search index is stemmed once, and not again at each of its places
+    SearchEnglish.stem = functools.cache(SearchEnglish.stem)  # type: ignore[method-assign]
     app.connect("object-description-transform", _shorten_aliases, priority=900)
     app.connect("html-page-context", _shorten_navigation, priority=100)  # before the theme
     app.connect("autodoc-process-docstring", _move_example, priority=100)  # before napoleon

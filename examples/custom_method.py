@@ -54,7 +54,7 @@ def main() -> None:
         generation={"steps": 2 if arguments.quick else 12, "batch_size": 64},
         output=arguments.output,
     )
-    evaluation = concept_eraser.evaluate(run.folder, "tiny_star", n=8 if arguments.quick else 96)
+    evaluation = concept_eraser.evaluate(run.folder, "tiny_star", n=2 if arguments.quick else 96)
     rate = evaluation.find("concept_rate", "direct")
     print(f"concept rate: {rate.before.value:.1%} before, {rate.after.value:.1%} after")
 

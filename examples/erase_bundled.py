@@ -36,7 +36,7 @@ def main() -> None:
     arguments = read_arguments()
     run = concept_eraser.erase(
         arguments.concept,
-        images=4 if arguments.quick else arguments.n,
+        images=2 if arguments.quick else arguments.n,
         overrides=QUICK if arguments.quick else [],
         output=arguments.output,
         notify=print,

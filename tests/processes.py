@@ -12,6 +12,7 @@ import atexit
 import gc
 import io
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -19,9 +20,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
 
 # seconds: several times the duration of the longest process on two busy cores, so that only a
 # process that hangs exceeds it
@@ -234,6 +238,88 @@ class Ranks:
         return "".join(command.stdout for command in self.commands)
 
 
+def server_address() -> str:
+    """The address of the server that forks, for a process that it has forked."""
+    multiprocessing.forkserver.ensure_running()
+    return multiprocessing.forkserver._forkserver._forkserver_address
+
+
+def use_server(address: str) -> None:
+    """Let the server of the tests fork the processes of this forked process too."""
+    server = multiprocessing.forkserver._forkserver
+    server._forkserver_address = address
+    server.ensure_running = lambda: None
+
+
+class DemoWorker:
+    """The process of a job of the demo, forked instead of started.
+
+    It has what the queue uses of subprocess.Popen, and stands in for `demo.jobs._start_worker`.
+
+    errors: the file of the standard error.
+    """
+
+    def __init__(self, errors: IO[str]) -> None:
+        task, writer = _context.Pipe(duplex=False)
+        reader, reports = _context.Pipe(duplex=False)
+        error_copy = Connection(os.dup(errors.fileno()))
+        self._process = _context.Process(
+            target=_run_worker, args=(os.getcwd(), dict(os.environ), task, reports, error_copy)
+        )
+        self._process.start()
+        self.stdin = os.fdopen(os.dup(writer.fileno()), "w")
+        self.stdout = os.fdopen(os.dup(reader.fileno()))
+        for connection in (task, writer, reader, reports, error_copy):
+            connection.close()
+        self._lock = threading.Lock()  # the exit code can be read once
+
+    def poll(self) -> int | None:
+        with self._lock:
+            return self._process.exitcode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        self.stdout.close()
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run_worker(
+    folder: str,
+    environment: dict[str, str],
+    task: Connection,
+    reports: Connection,
+    errors: Connection,
+) -> None:
+    """Do in the forked process what `python -m concept_eraser.demo.worker` does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
+    os.fsync = skip_flush
+    gc.freeze()
+    os.environ.update({**environment, "HF_HUB_OFFLINE": "1"})
+    tempfile.tempdir = None
+    os.chdir(folder)
+    for number, connection in ((0, task), (1, reports), (2, errors)):
+        os.dup2(connection.fileno(), number)
+        connection.close()
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    sys.path[0:0] = [folder]  # less strict than the real worker: code in the folder can be imported
+    sys.argv = ["worker"]
+    from tests import shared_tokenizers
+
+    shared_tokenizers.share(is_shared=False)
+    runpy.run_module("concept_eraser.demo.worker", run_name="__main__")
+
+
 def run_cold_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a new interpreter, as a user does."""
     return subprocess.run(
@@ -257,6 +343,7 @@ def _run(
     os.fsync = skip_flush
     gc.freeze()  # the libraries' objects are no garbage, and collections can skip them
     os.environ.update(environment)
+    tempfile.tempdir = None  # TMPDIR may differ
     os.chdir(folder)
     for number, file in ((1, stdout), (2, stderr)):
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND)

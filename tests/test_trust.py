@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -404,13 +403,14 @@ def test_a_damaged_state_costs_the_steps_since_the_one_before(cli: Cli, tmp_path
     whole = concept_eraser.erase(
         short(training__steps=8, training__save_every=2), output=tmp_path / "whole"
     )
-    code = (
-        "import os, sys, concept_eraser\n"
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, concept_eraser\n"
         "def stop(step, seconds):\n"
         "    if step == 5: os._exit(9)\n"
         "concept_eraser.erase('recipe.yaml', output='run', on_step=stop)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 9
+    assert Command(folder=tmp_path, script=script).wait() == 9
     state = tmp_path / "run" / "state.ckpt"
     flip(state, state.stat().st_size // 2)
     result = cli("erase", "recipe.yaml", "-o", "run", "--resume", "-q")

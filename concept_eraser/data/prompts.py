@@ -45,7 +45,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,8 @@ def load(source: str | Path | Sequence[str] | Mapping[str, Any] | PromptSet) -> 
             if str(source).startswith(tables.HUB)
             else resources.find("prompts", str(source))
         )
-        rows, name = _read(path), path.stem
+        is_shipped = path.parent == resources.folder("prompts")
+        rows, name = _read_shipped(path) if is_shipped else _read(path), path.stem
     elif isinstance(source, Mapping):
         rows, name = _rows(source, "the prompt set", INLINE_KEYS), "inline"
     else:
@@ -237,6 +238,21 @@ class _Mistakes:
     def require_none(self, where: str) -> None:
         if self.lines:
             raise UserError(mistakes_message(self.lines, where))
+
+
+def _read_shipped(path: Path) -> Sequence[Prompt]:
+    """The rows of a shipped set. A file that did not change is read once in a process."""
+    status = path.stat()
+    rows = _read_once(path, status.st_mtime_ns, status.st_size)
+    return _read(path) if rows is None else rows
+
+
+@lru_cache(maxsize=256)
+def _read_once(path: Path, _time: int, _size: int) -> tuple[Prompt, ...] | None:
+    """The rows of a set, which includes shipped sets at most. None if it has a table."""
+    if re.search(r"^file:", read_text(path), flags=re.M):
+        return None
+    return tuple(_read(path))
 
 
 def _read(path: Path) -> list[Prompt]:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from concept_eraser.demo.safety import WAITING
 from concept_eraser.utils.errors import UserError
@@ -182,28 +182,8 @@ class Jobs:
 
     def _run(self, job: DemoJob) -> None:
         """Run the process of a job, and read its progress line by line."""
-        environment = {
-            **QUIET_THREADS,
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
-        # -P: do not import modules from the working folder, which may hold files of a stranger
-        environment["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [os.environ.get("PYTHONPATH"), _package_place()])
-        )
-        command = [sys.executable, "-P", "-m", "concept_eraser.demo.worker"]
         with tempfile.TemporaryFile("w+") as errors:
-            # its own session, so that Ctrl-C in the terminal reaches it only once, from the server
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment,
-                start_new_session=True,
-            )
+            process = _start_worker(errors)
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(json.dumps(job.spec))
@@ -225,6 +205,31 @@ class Jobs:
             job.state, job.error = "cancelled", ""
         else:
             job.state, job.error = "failed", job.error or f"the job ended early: {last[0][:300]}"
+
+
+def _start_worker(errors: IO[str]) -> subprocess.Popen[str]:
+    """Start the process of a job. It reads its task from a pipe and reports into another one."""
+    environment = {
+        **QUIET_THREADS,
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    # -P: do not import modules from the working folder, which may hold files of a stranger
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.environ.get("PYTHONPATH"), _package_place()])
+    )
+    command = [sys.executable, "-P", "-m", "concept_eraser.demo.worker"]
+    # its own session, so that Ctrl-C in the terminal reaches it only once, from the server
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def _package_place() -> str:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,40 +15,40 @@ from concept_eraser.utils.errors import UserError
 from tests.campaigns import faults, fuzz, targets_runs, world
 from tests.campaigns.targets_runs import RunTarget
 from tests.conftest import ROOT
+from tests.processes import Command
+
+CAMPAIGNS = Path(__file__).parent
+
+
+def make_runs(folder: Path, variables: dict[str, str]) -> None:
+    """Make the world's runs in a forked process."""
+    script = folder.parent / "make_runs.py"
+    script.write_text("from tests.campaigns.world import make_runs\nmake_runs()\n")
+    process = Command(folder=folder, environment=variables, script=script)
+    assert process.wait() == 0, process.stderr
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The campaigns' world, with trained and evaluated runs."""
-    return world.build(tmp_path_factory.mktemp("campaigns")).root
+    return world.build(tmp_path_factory.mktemp("campaigns"), make_runs=make_runs).root
 
 
 def test_random_command_lines(place: Path, tmp_path: Path) -> None:
-    """The campaign runs in a separate process that imports the libraries once."""
+    """The campaign runs in a separate process that has the libraries already."""
     results = tmp_path / "commands.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tests.campaigns.commands",
-        "--n",
-        "20",
-        "--first",
-        "5000",
-        "--real-every",
-        "19",
+    options = ["--n", "20", "--first", "5000", "--real-every", "19"]
+    process = Command(
+        *options,
         "--folder",
         str(place),
         "--results",
         str(results),
-    ]
-    process = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
+        folder=ROOT,
+        script=CAMPAIGNS / "commands.py",
+        environment={"PYTHONPATH": str(ROOT)},
     )
+    process.wait(600)
     content = json.loads(results.read_text())
     assert content["defects"] == [], process.stdout[-3000:]
     assert content["command_lines"] == 20
@@ -57,7 +56,7 @@ def test_random_command_lines(place: Path, tmp_path: Path) -> None:
     assert {"0", "2"} <= content["exit_codes"].keys(), "some are right, some are wrong"
 
 
-def test_a_defect_would_be_noticed(place: Path) -> None:
+def test_a_defect_would_be_noticed(place: Path, tmp_path: Path) -> None:
     """The verb raises, changes a user's file, writes outside, runs a program, or hangs."""
     code = """
 import os, subprocess, sys, time
@@ -78,17 +77,12 @@ next(c for c in application.app.registered_commands if c.name == "list").callbac
 actions = ("raise", "lose", "outside", "program", "hang", "none")
 print([server.run(0, ["list", action]).defects for action in actions])
 """
-    process = subprocess.run(
-        [sys.executable, "-c", code, str(place)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    process = Command(str(place), folder=ROOT, script=script)
     defects = (
         ast.literal_eval(process.stdout.strip().splitlines()[-1])
-        if process.returncode == 0
+        if process.wait(300) == 0
         else process.stderr[-2000:]
     )
     assert "a traceback" in defects[0]
@@ -101,27 +95,14 @@ print([server.run(0, ["list", action]).defects for action in actions])
 
 def test_fuzzed_inputs(tmp_path: Path) -> None:
     results = tmp_path / "fuzz.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tests.campaigns.fuzz",
-        "--n",
-        "1000",
-        "--seed",
-        "7",
-        "--only",
-        ",".join(targets_runs.TARGETS),
+    process = Command(
+        *("--n", "1000", "--seed", "7", "--only", ",".join(targets_runs.TARGETS)),
         "--results",
         str(results),
-    ]
-    process = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
+        folder=ROOT,
+        script=CAMPAIGNS / "fuzz.py",
     )
+    process.wait(600)
     content = json.loads(results.read_text())
     assert [one for target in content["targets"].values() for one in target["defects"]] == [], (
         process.stdout[-3000:]

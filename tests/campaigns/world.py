@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,16 @@ class World:
         (self.root / "tmp").mkdir()
 
 
-def build(root: Path, *, runs: bool = True) -> World:
+def build(
+    root: Path,
+    *,
+    runs: bool = True,
+    make_runs: Callable[[Path, dict[str, str]], None] | None = None,
+) -> World:
     """Make the template and the folders around it.
 
     runs: with runs that are trained, evaluated and attacked (20 s).
+    make_runs: makes them in a folder with these environment variables. None: in a new interpreter.
     """
     world = World(root.resolve())
     for name in ("template", "cache", "home", "tmp", "outside"):
@@ -108,7 +114,7 @@ def build(root: Path, *, runs: bool = True) -> World:
         world.template.mkdir()
         _users_files(world.template, world.root / "outside")
         if runs:
-            _runs(world)
+            _runs(world, make_runs or _make_runs_in_new_interpreter)
         _hostile_files(world.template)
         for name in CANARIES:
             path = world.template / name
@@ -193,20 +199,22 @@ def _hostile_files(place: Path) -> None:
     (place / "zero").symlink_to("/dev/zero")
 
 
-def _runs(world: World) -> None:
-    """Make runs with the package itself, in a separate process, then copies with one damage
-    each.
-    """
+def _make_runs_in_new_interpreter(folder: Path, variables: dict[str, str]) -> None:
+    """Make runs with the package itself, in a separate process."""
     root = Path(__file__).parents[2]
-    code = "import sys; from tests.campaigns.world import make_runs; make_runs()"
-    environment = {**os.environ, **world.variables(), "PYTHONPATH": str(root)}
+    code = "from tests.campaigns.world import make_runs; make_runs()"
     subprocess.run(
         [sys.executable, "-c", code],
-        cwd=world.template,
-        env=environment,
+        cwd=folder,
+        env={**os.environ, **variables, "PYTHONPATH": str(root)},
         check=True,
         stdout=subprocess.DEVNULL,
     )
+
+
+def _runs(world: World, make: Callable[[Path, dict[str, str]], None]) -> None:
+    """Make runs, then copies with one damage each."""
+    make(world.template, world.variables())
     star = world.template / "runs" / "star"
     for damage in DAMAGES:
         folder = world.template / "damaged" / damage

@@ -154,7 +154,8 @@ def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
     assert "anchor: 'a flat red circle on a white background'" in dry.stdout
     assert "disk (an estimate): " in dry.stdout
     assert "did you mean" not in dry.stdout
-    typo = cli("erase", "mine.yaml", "forget.anchor.shape=circel", "--dry-run")
+    words = ["erase", "mine.yaml", "forget.anchor.shape=circel", "--dry-run", "--no-two-steps"]
+    typo = cli(*words)
     assert (
         "the anchor's shape 'circel' is in none of the prompts; did you mean 'circle'?"
         in typo.stdout
@@ -198,9 +199,13 @@ def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
 
 
 def test_quickstart_erases_measures_and_reports(cold_cli, cli, tmp_path: Path) -> None:
-    """A new user's first command, with fewer images: verdict, report and a low concept rate."""
-    few = ["forget.n=48", "retain.n=48", "generation.steps=6"]
-    few += ["training.steps=24", "training.batch_size=8", "training.lr=3e-3"]
+    """A new user's first command: verdict, report and a low concept rate.
+
+    It has fewer images, and trains a smaller LoRA.
+    """
+    few = ["forget.n=16", "retain.n=16", "generation.steps=6", "forget.noised=anchor"]
+    few += ["trainable.select=cross_attention", "trainable.lora.rank=16"]
+    few += ["training.steps=20", "training.batch_size=4", "training.lr=5e-3"]
     short = ["quickstart", *few, "-n", "8", "-q"]
     result = cold_cli(*short)
     assert result.returncode == 0, result.stderr
@@ -262,6 +267,7 @@ def test_flags_make_a_recipe(cli) -> None:
         "--lr",
         "1e-5",
         "--dry-run",
+        "--no-two-steps",
     )
     assert result.returncode == 0, result.stderr
     recipe = yaml.safe_load(

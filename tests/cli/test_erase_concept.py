@@ -14,7 +14,7 @@ from concept_eraser.utils.errors import UserError
 
 Cli = Callable[..., CompletedProcess[str]]
 SHORT = ["training.steps=2", "training.batch_size=2", "forget.n=4", "retain.n=4"]
-SAMPLER = ["generation.steps=2", "trainable.lora.rank=2"]
+SAMPLER = ["generation.steps=2", "trainable.select=cross_attention", "trainable.lora.rank=2"]
 
 
 def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_several_concepts_in_python(tmp_path: Path) -> None:
     run = concept_eraser.erase(
         ["star", "dotted"],
         training={"steps": 1, "batch_size": 1},
-        trainable={"lora": 2},
+        trainable={"select": "cross_attention", "lora": 2},
         generation={"steps": 1},
         overrides=["forget.n=2", "retain.n=2"],
         output=folder,
@@ -126,7 +126,7 @@ def test_a_suite_of_a_run_folder_reads_no_files(tmp_path: Path) -> None:
     concept_eraser.erase(
         "star",
         training={"steps": 1, "batch_size": 1},
-        trainable={"lora": 2},
+        trainable={"select": "cross_attention", "lora": 2},
         generation={"steps": 1},
         overrides=["forget.n=2", "retain.n=2"],
         output=run,

@@ -11,9 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +21,7 @@ import pytest
 
 from concept_eraser import api
 from tests.conftest import short
+from tests.processes import Command, free_port, server_address
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None
@@ -49,41 +47,25 @@ needs_browser = pytest.mark.skipif(
 
 
 class Server:
-    """`concept-eraser demo` in a process of its own."""
+    """`concept-eraser demo` in a process of its own. Its jobs are forked processes too."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url, self.folder, start = f"http://127.0.0.1:{self.port}/", folder, time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "concept_eraser.cli.main",
-            "demo",
-            "--no-browser",
-            "--port",
-            str(self.port),
-            "--runs",
-            str(folder / "runs"),
+        self.port, self.folder, start = free_port(), folder, time.monotonic()
+        self.url = f"http://127.0.0.1:{self.port}/"
+        arguments = ["demo", "--no-browser", "--port", str(self.port)]
+        self.process = Command(
+            *arguments,
+            *("--runs", str(folder / "runs")),
             *options,
-        ]
-        self.output = (folder / "demo.txt").open("w+")
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            folder=folder,
+            script=Path(__file__).with_name("served.py"),
+            environment={"TEST_PROCESSES": server_address()},
         )
-        while "the page is at" not in self.text():
-            assert self.process.poll() is None, self.text()
-            assert time.monotonic() - start < 90, self.text()
-            time.sleep(0.05)
+        self.process.wait_until(lambda: "the page is at" in self.text(), 90)
         self.seconds = time.monotonic() - start
 
     def text(self) -> str:
-        return (self.folder / "demo.txt").read_text()
+        return self.process.stdout + self.process.stderr
 
     def memory(self) -> float:
         """Resident memory in MB."""
@@ -92,11 +74,7 @@ class Server:
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-        self.output.close()
+        self.process.wait(60)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from concept_eraser.demo import (
     erase,
     figures,
     image_html,
+    jobs,
     labelled,
     presets,
     results,
@@ -37,6 +38,7 @@ from concept_eraser.evaluation.nudity import Detection
 from concept_eraser.recipes import recipe
 from concept_eraser.utils.errors import Interrupted, UserError
 from tests.conftest import short
+from tests.processes import DemoWorker
 
 SETTINGS = [ImageSettings("a red star", seed, 2, 5.0) for seed in (0, 1)]
 
@@ -47,6 +49,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "runs"
     api.erase(short(model="tiny-sd", training__lr=1e-2, training__steps=8), output=folder / "star")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of jobs, so that they start with the libraries.
+
+    The tests in a browser start them as the page does.
+    """
+    monkeypatch.setattr(jobs, "_start_worker", DemoWorker)
 
 
 @pytest.fixture

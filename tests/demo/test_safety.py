@@ -30,6 +30,7 @@ from concept_eraser.demo import (
     erase,
     figures,
     guard,
+    jobs,
     labelled,
     polling,
     presets,
@@ -46,6 +47,7 @@ from concept_eraser.demo.state import ImageSettings, Library
 from concept_eraser.demo.uploads import Uploads
 from concept_eraser.utils.errors import UserError
 from tests.conftest import short
+from tests.processes import DemoWorker
 
 PAGE = "http://127.0.0.1:7860"
 FOREIGN = [
@@ -654,6 +656,12 @@ def test_an_import_that_swallows_ctrl_c_ends_in_one_sentence(
     assert not list(tmp_path.glob("concept-eraser-demo-*"))
 
 
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of jobs, so that they start with the libraries."""
+    monkeypatch.setattr(jobs, "_start_worker", DemoWorker)
+
+
 # --- recipes that name code -----------------------------------------------------------------------
 
 
@@ -730,7 +738,7 @@ def wait(desk: Desk, job: Any) -> None:
         time.sleep(0.05)
 
 
-def test_no_worker_runs_code_that_a_recipe_names(stranger: Desk) -> None:
+def test_no_worker_runs_code_that_a_recipe_names(stranger: Desk, warm_workers: None) -> None:
     """The workers check again: these jobs enter the queue without the checks of the tabs."""
     denoiser_folder, unfinished_folder, vae_folder = (
         stranger.runs / name for name in ("drawn", "left", "images")
@@ -1082,7 +1090,7 @@ def star_desk(tmp_path: Path, denoiser_run: Path) -> Iterator[Desk]:
     desk.jobs.close()
 
 
-def test_a_failed_measurement_is_shown(star_desk: Desk) -> None:
+def test_a_failed_measurement_is_shown(star_desk: Desk, warm_workers: None) -> None:
     (star_desk.runs / "star" / "weights.safetensors").write_bytes(b"damaged")
     shutil.rmtree(star_desk.runs / "star" / "pipeline", ignore_errors=True)
     job = results.measure(star_desk, "star", 2)
@@ -1094,7 +1102,9 @@ def test_a_failed_measurement_is_shown(star_desk: Desk) -> None:
     assert f"#{job.number} measuring star" in html
 
 
-def test_a_measurement_is_shown_while_it_runs_and_when_it_is_done(star_desk: Desk) -> None:
+def test_a_measurement_is_shown_while_it_runs_and_when_it_is_done(
+    star_desk: Desk, warm_workers: None
+) -> None:
     assert polling.texts(star_desk)["measured"] == ""
     job = results.measure(star_desk, "star", 2)
     assert "measuring star" in polling.texts(star_desk)["measured"]
@@ -1106,7 +1116,7 @@ def test_a_measurement_is_shown_while_it_runs_and_when_it_is_done(star_desk: Des
     assert "FID needs more images" in html
 
 
-def test_a_run_of_own_prompts_is_evaluated(tmp_path: Path) -> None:
+def test_a_run_of_own_prompts_is_evaluated(tmp_path: Path, warm_workers: None) -> None:
     """Its suite is derived from the recipe and has no file."""
     paths = {objective: tmp_path / f"{objective}.yaml" for objective in ("forget", "retain")}
     paths["forget"].write_text(presets.prompt_set("shape", ["heart"]))

@@ -120,7 +120,7 @@ EXEMPTIONS = {
 }
 # What replaces models that are not on this machine
 REPLACEMENTS = {"owner/name": "./erased-sd"}
-SMALL_LORA = "trainable.lora.rank=2"
+SMALL_LORA = ["trainable.select=cross_attention", "trainable.lora.rank=2"]
 SMALL_FLUX = ["model=./flux", "model_options.size=16"]
 RECIPE_OVERRIDES = {
     "sd14_nudity_munba": [f"model=./{SD}"],
@@ -216,7 +216,7 @@ def few_words(verb: str, values: dict[str, Any]) -> list[str]:
         recipe = recipe_in(items)
         words = [*few_overrides(recipe, dry_run=values["dry_run"]), "-q"]
         if items and recipe is None:
-            words += [SMALL_LORA, "--images", "2", "--no-evaluate"]
+            words += [*SMALL_LORA, "--images", "2", "--no-evaluate"]
         elif recipe is None and values["model"] is None:
             words.append(f"model=./{SD}")
         return words
@@ -238,7 +238,7 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         if "model_options" in keywords:
             overrides.append("model_options.size=16")
         if names and recipe_name is None:
-            overrides.append(SMALL_LORA)
+            overrides += SMALL_LORA
             keywords["images"] = 2
         return erase(recipe, overrides=overrides, **keywords)
 

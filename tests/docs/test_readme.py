@@ -58,7 +58,8 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch) -> None:
     example, in_diffusers = blocks("python")
     few = [*["training.steps=1", "training.batch_size=2", "generation.steps=1"], "forget.n=2"]
     call = 'concept_eraser.erase("fish", output="runs/fish")'
-    short = example.replace(call, f"{call[:-1]}, overrides={[*few, 'retain.n=2']})")
+    few_images = f"images=2, overrides={[*few, 'retain.n=2']})"
+    short = example.replace(call, f"{call[:-1]}, {few_images}")
     short = short.replace("evaluate(run.folder)", "evaluate(run.folder, n=2)")
     assert len(short) > len(example)
     exec(compile(short, "README.md", "exec"), {})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import sphinx
 import typer.main
 from docutils.nodes import make_id
 
@@ -23,6 +22,7 @@ from concept_eraser.evaluation.suite import Suite
 from concept_eraser.recipes.recipe import Recipe
 from tests.conftest import ROOT
 from tests.demo.test_browser import CHROMIUM, FLAGS, PHONE, needs_browser
+from tests.processes import Command
 
 GENERATED = "reference/generated"
 KINDS = (
@@ -72,12 +72,13 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` does, in a temporary folder."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
-    command += ["-d", str(folder / "doctrees"), str(ROOT / "docs"), str(folder / "html")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
+    options = ["-q", "-W", "--keep-going", "-b", "html", "-d", str(folder / "doctrees")]
+    sphinx_main = Path(sphinx.__file__).with_name("__main__.py")
+    process = Command(
+        *options, str(ROOT / "docs"), str(folder / "html"), folder=ROOT, script=sphinx_main
+    )
+    assert process.wait(600) == 0, process.stderr
+    assert process.stderr == ""
     return folder / "html"
 
 

@@ -21,7 +21,12 @@ from tests.conftest import HANG, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = ("curvlinops-for-pytorch", "scikit-learn", "statsmodels", "torchjd")
-SMALL = ("training.batch_size=2", "generation.precision=fp32")
+SMALL = (
+    "training.batch_size=2",
+    "generation.precision=fp32",
+    "trainable.select=cross_attention",
+    "trainable.lora.rank=2",
+)
 COMMANDS = {
     "list": ["list"],
     "quickstart": ["erase", "tiny_star_munba_lora", *SMALL, "--dry-run"],
