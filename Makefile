@@ -16,7 +16,7 @@ SUITE  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?=
 PIP    := -m pip install -q --disable-pip-version-check
 
-.PHONY: install quickstart test test-lowest test-newest fuzz faults mutants check results licences docs clean help
+.PHONY: install quickstart test test-lowest test-newest fuzz faults mutants full-size check results licences docs clean help
 
 help:
 	@echo "make quickstart   install into $(VENV), erase a concept from the bundled model, measure, report"
@@ -28,6 +28,7 @@ help:
 	@echo "make fuzz         100,000 damaged inputs and 1,000 random command lines; counts in tests/campaigns/results"
 	@echo "make faults       kills, full disks and the like, on real processes; a table in tests/campaigns/results"
 	@echo "make mutants      mutation testing of methods, vectors, statistics and storage"
+	@echo "make full-size    the commands on Stable Diffusion 1.4's architecture, random weights; 20 GB of disk, half an hour"
 	@echo "make check        ruff and mypy"
 	@echo "make results      render the pages of eval/results from the tables of the studies"
 	@echo "make licences     render docs/licences.md from what is installed"
@@ -89,6 +90,9 @@ faults: $(STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.campaigns.mutants
+
+full-size: $(STAMP)
+	$(BIN)/python -m benchmarks.full_size
 
 check: $(STAMP)
 	$(BIN)/ruff check .

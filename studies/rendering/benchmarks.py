@@ -1,4 +1,4 @@
-"""The tables of benchmarks/gpu.json, if somebody has measured it on a GPU."""
+"""The tables of benchmarks/gpu.json and benchmarks/full_size.json, where they were measured."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from studies.result_tables import ROOT
 
 FILE = ROOT / "benchmarks" / "gpu.json"
+FULL_SIZE = ROOT / "benchmarks" / "full_size.json"
 
 
 def page(content: dict[str, Any]) -> str:
@@ -53,6 +54,57 @@ def _cell(row: dict[str, Any]) -> str:
     return f"{row['seconds']:.3f} s [{row['quickest']:.3f}, {row['slowest']:.3f}], {memory}"
 
 
+def full_size_page(content: dict[str, Any]) -> str:
+    """Return the page of the commands at full size: a table for each architecture."""
+    where = content["environment"]
+    parts = [
+        (
+            "# The commands on a checkpoint of full size\n\nRendered from `full_size.json` by "
+            "`python -m studies.render_results`; made by `python -m benchmarks.full_size`. "
+            f"{where['device']}, {where['threads']} threads, torch {where['versions']['torch']}, "
+            f"commit {(where['commit'] or '?')[:12]}. The weights are random."
+        )
+    ]
+    for family in dict.fromkeys(row["family"] for row in content["rows"]):
+        rows = [row for row in content["rows"] if row["family"] == family]
+        libraries = next((r["memory_mb"] for r in rows if r["step"] == "libraries alone"), 0)
+        lines = [["step", "seconds", "peak memory, MB", "above the libraries", "estimate", "disk"]]
+        lines.append(["---"] * len(lines[0]))
+        plans = {r["step"].removeprefix("dry run: "): r for r in rows if "disk_estimate_mb" in r}
+        for row in rows:
+            memory = row.get("memory_mb")
+            plan = plans.get(row["step"].removeprefix("erase: "))
+            lines.append(
+                [
+                    row["step"],
+                    f"{row['seconds']:.0f}",
+                    "" if memory is None else str(memory),
+                    "" if memory is None else str(memory - libraries),
+                    f"{plan['memory_estimate_mb']} MB" if plan else "",
+                    _disk(row, plan),
+                ]
+            )
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        differences = [row["differences"] for row in rows if "differences" in row]
+        text = ", ".join(f"{name} {value}" for one in differences for name, value in one.items())
+        if text:
+            text = f"\n\nLargest difference from the image with the run's LoRA, of 255: {text}."
+        parts.append(f"## {family}, {rows[0]['pixels']} x {rows[0]['pixels']}\n\n{table}{text}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _disk(row: dict[str, Any], plan: dict[str, Any] | None) -> str:
+    if "disk_mb" not in row:
+        return ""
+    estimate = f" (estimate with states {plan['disk_estimate_mb']:.0f})" if plan else ""
+    return f"{row['disk_mb']} MB{estimate}"
+
+
 def pages() -> dict[Any, str]:
-    """Return the page by its path, or {} without measurements."""
-    return {FILE.with_suffix(".md"): page(json.loads(FILE.read_text()))} if FILE.exists() else {}
+    """Return the pages by path, without those that were not measured."""
+    renderers = {FILE: page, FULL_SIZE: full_size_page}
+    return {
+        file.with_suffix(".md"): render(json.loads(file.read_text()))
+        for file, render in renderers.items()
+        if file.exists()
+    }
