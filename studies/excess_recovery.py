@@ -70,10 +70,10 @@ def load_case(study: Mapping[str, Any], name: str) -> Case:
     for control in controls:
         control.require_comparable(original, suite.concept, texts)
     onto_gpu(original, *(control.model for control in controls))
-    return Case(name, suite, original, controls, folders)
+    return Case(name, suite, original=original, controls=controls, folders=folders)
 
 
-def train(study: Mapping[str, Any], case: Case, entry: str, seed: int, work: Path) -> Model:
+def train(study: Mapping[str, Any], case: Case, entry: str, *, seed: int, work: Path) -> Model:
     """Return an erased model. A finished run is loaded."""
     values = study["entries"][entry]
     prompts = {
@@ -91,7 +91,7 @@ def train(study: Mapping[str, Any], case: Case, entry: str, seed: int, work: Pat
     return model
 
 
-def evaluate(results: Results, case: Case, key: str, model: Model, about: Content) -> None:
+def evaluate(results: Results, case: Case, key: str, *, model: Model, about: Content) -> None:
     """Measure a model by the suite and against the controls, if this was not done before."""
     settings = {
         "model": generate.model_fingerprint(model),
@@ -185,11 +185,11 @@ def run(
             for entry in entries:
                 if seed not in study["entries"][entry].get("seeds", seeds):
                     continue
-                model = train(study, case, entry, seed, work)
+                model = train(study, case, entry, seed=seed, work=work)
                 about = {"concept": name, "kind": "erased", "model": entry, "seed": seed}
                 about |= {"label": study["entries"][entry]["label"]}
                 key = model_key(name, entry, seed)
-                evaluate(results, case, key, model, about)
+                evaluate(results, case, key, model=model, about=about)
                 report(key)
                 for one in attacks:
                     key = attack_key(name, f"{entry}_seed{seed}", one)

@@ -384,6 +384,7 @@ PARSERS = {
 READERS = {  # (module, call): why
     ("data.labelled", "np.load"): "the guarded reader of .npz",
     ("data.tables", "csv.DictReader"): "the guarded reader of tables",
+    ("runs.job_table", "csv.DictReader"): "tables of erasures, after the guarded reader of texts",
     ("evaluation.features.base", "np.fromfile"): "the cache's records, each with its check",
     (
         "evaluation.features.inception",

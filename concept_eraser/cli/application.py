@@ -15,6 +15,7 @@ import typer
 
 from concept_eraser.cli import (
     attack,
+    batch,
     card,
     demo,
     detect,
@@ -76,6 +77,7 @@ def _set_working(stop: Any, value: bool) -> None:
 for verb in (
     quickstart.quickstart,
     erase.erase,
+    batch.batch,
     generate.generate,
     evaluate.evaluate,
     attack.attack,

@@ -92,6 +92,9 @@ EXEMPTIONS = {
     "concept-eraser erase tiny_star_munba training.tracker=[tensorboard, wandb]": Exemption(
         "parse", "starts a service of wandb; tests/training/test_trackers.py trains with it"
     ),
+    "concept-eraser batch": Exemption(
+        "parse", "trains every row of a table; tests/runs/test_job_table.py does"
+    ),
     "accelerate launch": Exemption(
         "run without the launcher",
         "needs several GPUs; tests/training/test_two_processes.py launches two processes",

@@ -1,0 +1,155 @@
+"""Tables of erasures: their columns, the workers' shares, real commands, the summary."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from concept_eraser import Interrupted, UserError
+from concept_eraser.runs import job_table
+from concept_eraser.runs.job_table import Share, TableJob
+from tests.conftest import short
+from tests.processes import run_command
+
+
+def table(folder: Path, text: str) -> Path:
+    path = folder / "concepts.csv"
+    path.write_text(text)
+    return path
+
+
+def test_a_row_is_a_command(tmp_path: Path) -> None:
+    path = table(
+        tmp_path,
+        "concept,name,recipe,kind,anchor,model,training.seed\n"
+        "Van Gogh,,,style,,,1\n"
+        '"star; moon",both,,,"a circle",other,\n'
+        ",,recipes/mine.yaml,,,,\n",
+    )
+    assert job_table.read(path, "./sd") == [
+        TableJob("Van_Gogh", ("Van Gogh", "training.seed=1", "--kind", "style", "--model", "./sd")),
+        TableJob("both", ("star", "moon", "--anchor", "a circle", "--model", "other")),
+        TableJob("mine", ("recipes/mine.yaml", "--model", "./sd")),
+    ]
+    assert job_table.read(path)[2].words == ("recipes/mine.yaml",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "found the columns none"),
+        ("concept\n", "has no rows"),
+        ("concepts\nstar\n", "found the columns concepts; expected name, concept"),
+        ("concept,recipe\nstar,x.yaml\n", "line 2: found concept and recipe"),
+        ("concept,name\n,star\n", "line 2: found neither a concept nor a recipe"),
+        ("concept\nstar\nstar\n", "line 3: the name 'star' is in an earlier row"),
+        ("concept,name\nstar,../star\n", "found the name '../star'"),
+        ("concept,name\nstar,status\n", "found the name 'status'"),
+        ("concept\nstar,moon\n", "line 2: the row has more cells than the 1 columns"),
+    ],
+)
+def test_a_wrong_table_is_an_error_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        job_table.read(table(tmp_path, text))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_each_row_has_one_worker(count: int) -> None:
+    jobs = [TableJob(str(number), ()) for number in range(5)]
+    shares = [Share(index, count).of(jobs) for index in range(count)]
+    assert sorted(job.name for share in shares for job in share) == ["0", "1", "2", "3", "4"]
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("text", ["1", "2/2", "-1/2", "a/b", "0/0", "0/", "1/2/3"])
+def test_a_wrong_share_is_an_error(text: str) -> None:
+    assert job_table.read_share("1/2") == Share(1, 2)
+    with pytest.raises(UserError, match="expected INDEX/COUNT"):
+        job_table.read_share(text)
+
+
+def test_rows_run_fail_and_are_not_repeated(tmp_path: Path) -> None:
+    """A row that fails does not stop the next one. Two workers repeat no finished row.
+
+    The commands are real ones, each in a process of its own.
+    """
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(short(training__steps=1)))
+    path = table(tmp_path, "recipe,name,training.steps\nmine.yaml,wrong,none\nmine.yaml,mine,1\n")
+    first = run_command("batch", str(path), "-o", "batch", folder=tmp_path)
+    assert first.returncode == 2
+    assert "wrong: failed" in first.stdout
+    assert "mine: finished after" in first.stdout
+    assert "not finished: wrong; batch/status has what each printed" in first.stderr
+    assert (tmp_path / "batch" / "mine" / "weights.safetensors").is_file()
+    weights = (tmp_path / "batch" / "mine" / "weights.safetensors").stat().st_mtime_ns
+
+    rows = list(csv.DictReader((tmp_path / "batch" / "summary.csv").open()))
+    assert [(row["name"], row["state"]) for row in rows] == [
+        ("wrong", "failed"),
+        ("mine", "finished"),
+    ]
+    assert "training.steps" in rows[0]["message"]
+
+    table(tmp_path, "recipe,name,training.steps\nmine.yaml,mine,1\n")
+    again = run_command("batch", str(path), "-o", "batch", "--workers", "2", folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "batch" / "mine" / "weights.safetensors").stat().st_mtime_ns == weights
+
+
+def test_a_changed_row_is_not_taken_for_the_finished_one(tmp_path: Path) -> None:
+    job = TableJob("star", ("star",))
+    (tmp_path / "status").mkdir()
+    record = {"words": ["moon"], "code": 0, "seconds": 1.0}
+    (tmp_path / "status" / "star.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="the row 'star' differs from the one that was erased"):
+        job_table.state(job, tmp_path)
+    (tmp_path / "status" / "star.json").write_text(json.dumps({**record, "words": ["star"]}))
+    assert job_table.state(job, tmp_path) == "not finished", "the run folder is missing"
+    (tmp_path / "star").mkdir()
+    (tmp_path / "star" / "done.json").write_text("{}")
+    assert job_table.state(job, tmp_path) == "finished"
+
+
+def test_an_interruption_ends_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(job_table, "_run_one", lambda job, *_: (calls.append(job), (130, 1.0))[1])
+    jobs = [TableJob("a", ("a",)), TableJob("b", ("b",))]
+    with pytest.raises(Interrupted, match="stopped in a; the same command continues there"):
+        job_table.run(jobs, tmp_path, report=lambda line: None)
+    assert calls == jobs[:1]
+
+
+def test_the_summary_has_a_row_for_each_evaluation(tmp_path: Path) -> None:
+    def evaluation(concept: str, after: float) -> str:
+        rows = [
+            {"metric": "concept_rate", "group": "direct", "before": {"value": 1.0}},
+            {"metric": "accuracy_shape", "group": "retained", "before": {"value": 0.9}},
+        ]
+        results = [{**row, "after": {"value": after}} for row in rows]
+        return json.dumps({"protocol": {"concept": {"shape": concept}}, "results": results})
+
+    for place, concept, after in (("", "star", 0.25), ("evaluations/moon", "moon", 0.5)):
+        (tmp_path / "both" / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "both" / place / "evaluation.json").write_text(evaluation(concept, after))
+    path = job_table.write_summary([TableJob("both", ("star", "moon"))], tmp_path)
+    rows = list(csv.DictReader(path.open()))
+    assert [(r["concept"], r["concept rate after"]) for r in rows] == [
+        ("star", "0.2500"),
+        ("moon", "0.5000"),
+    ]
+    assert rows[0]["retain accuracy before"] == "0.9000"
+
+
+def test_local_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(job_table.os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert job_table.environments(2) == [{"OMP_NUM_THREADS": "3"}] * 2
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    devices = [one["CUDA_VISIBLE_DEVICES"] for one in job_table.environments(3)]
+    assert devices == ["4", "7", "4"]
