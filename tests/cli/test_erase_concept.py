@@ -101,7 +101,7 @@ def test_several_concepts_in_python(tmp_path: Path) -> None:
         generation={"steps": 1},
         overrides=["forget.n=2", "retain.n=2"],
         output=folder,
-        images=8,
+        images=2,
         notify=lines.append,
     )
     assert [spec.anchor for spec in run.recipe.forgotten] == [
