@@ -871,8 +871,10 @@ def _pair(
     """Load the original and the model to measure."""
     recipe = suite_matching.recipe_of(model)
     source = before if before is not None else recipe.model if recipe else None
-    after = load(model, allow_pickle=allow_pickle, base=source)
-    original = loading.load(source if source is not None else "tiny-sd", allow_pickle=allow_pickle)
+    original = loading.original_of(model, source, allow_pickle=allow_pickle)
+    after = load(model, allow_pickle=allow_pickle, base=source if original is None else original)
+    if original is None:
+        original = loading.load(BUNDLED if source is None else source, allow_pickle=allow_pickle)
     for loaded_model in (original, after):
         loaded_model.configure(recipe.model_options if recipe else {})
     _protect(after, guard)

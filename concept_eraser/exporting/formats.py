@@ -104,7 +104,9 @@ def export(
         )
     place = _place(Path(source), to, output)
     base = before if before is not None else _base_of(Path(source))
-    after = loading.load(source, allow_pickle=allow_pickle, base=base)
+    is_change = to in (*_NAMINGS, "tensors") or strength != 1
+    original = loading.original_of(source, base, allow_pickle=allow_pickle) if is_change else None
+    after = loading.load(source, allow_pickle=allow_pickle, base=original or base)
     if not (abs(strength) <= limits.PORTION and math.isfinite(max_error)):
         raise UserError(
             f"strength is a number from -{limits.PORTION:g} to {limits.PORTION:g} and "
@@ -116,7 +118,8 @@ def export(
     if to in ("diffusers", "single-file") and strength == 1 and not (left_out and base is not None):
         _write_whole(after, to, place)
         return ExportResult(place)
-    original = _original(base, source, allow_pickle)
+    if original is None:
+        original = _original(base, source, allow_pickle)
     changes = differences(original, after)
     require_its_own(Path(source), original, changes)
     if missing_tensors := sorted(left_out & changes.keys()):

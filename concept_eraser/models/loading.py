@@ -273,6 +273,30 @@ def load(
     )
 
 
+def original_of(source: Any, original: Any, *, allow_pickle: bool = False) -> Model | None:
+    """Load the original of a run that wrote no pipeline, so that it is read from the disk once.
+
+    Give the result to `load` as the base of the run.
+
+    Args:
+        source: the run.
+        original: where its original is.
+        allow_pickle: as in `load`.
+
+    Returns:
+        The original. None if the source is no such run, or if its original cannot be loaded: `load`
+        of the run then names the reason.
+    """
+    if original is None or not isinstance(source, str | Path):
+        return None
+    try:
+        if not run_base.is_rebuilt(Path(source)):
+            return None
+        return load(original, allow_pickle=allow_pickle)
+    except (UserError, OSError):
+        return None
+
+
 def _from_run(path: Path, allow_pickle: bool) -> Model:
     """Load the pipeline of a run folder.
 

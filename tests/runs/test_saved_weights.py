@@ -134,6 +134,34 @@ def test_the_pipeline_has_the_precision_of_the_checkpoint(
         assert torch.equal(value, trained[name].half())
 
 
+def test_the_original_of_a_lora_run_is_read_once(
+    runs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring and exporting need the original and the erased model, which is its copy."""
+    names = []
+    read = loading._from_folder
+
+    def count(path: Path, name: str, *rest: Any) -> Any:
+        names.append(name)
+        return read(path, name, *rest)
+
+    monkeypatch.setattr(loading, "_from_folder", count)
+    original, erased = api._pair(runs["lora"].folder, None, False, None)
+    assert len(names) == 1
+    assert erased.denoiser is not original.denoiser
+    alone = loading.load(runs["lora"].folder)
+    for part, module in erased.parts.items():
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, alone.parts[part].state_dict()[name])
+    assert not all(
+        torch.equal(value, erased.denoiser.state_dict()[name])
+        for name, value in original.denoiser.state_dict().items()
+    )
+    names.clear()
+    concept_eraser.export(runs["lora"].folder, "kohya", output=tmp_path / "kohya.safetensors")
+    assert len(names) == 1
+
+
 def test_every_command_takes_a_lora_run(runs: dict[str, Any], tmp_path: Path) -> None:
     """Measuring, attacking, exporting and publishing a LoRA run are those of its pipeline."""
     folders = {
