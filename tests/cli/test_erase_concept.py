@@ -14,7 +14,7 @@ from concept_eraser.utils.errors import UserError
 
 Cli = Callable[..., CompletedProcess[str]]
 SHORT = ["training.steps=2", "training.batch_size=2", "forget.n=4", "retain.n=4"]
-SAMPLER = ["generation.steps=2", "trainable.select=cross_attention", "trainable.lora.rank=2"]
+SAMPLER = ["generation.steps=2", "trainable.lora.rank=2"]  # on all layers, as the default
 
 
 def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_path: Path) -> None:
