@@ -23,6 +23,10 @@ Teacher = Literal["frozen", "current"]
 BatchNorm = Literal["frozen", "train"]
 
 
+class Inseparable(Exception):
+    """The gradients of several objectives cannot come from one pass. The message has the reason."""
+
+
 class Draw(Protocol):
     """One micro-batch with everything random already drawn. Only its eraser reads its contents."""
 
