@@ -11,8 +11,7 @@ and at 0, or that at delta alone (`attack.forget`). For examples without their p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from concept_eraser.erasers.base import NO_TERMS, AttackTerms, Inseparable, Part
 from concept_eraser.erasers.elastic import fisher, penalty
 from concept_eraser.losses import LossSettings, Teacher, find
 from concept_eraser.losses.denoiser import LOSSES, DenoiserDraw, no_grad_prediction
-from concept_eraser.models.base import Condition, Model, Weights
+from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.lora import Adapter
 from concept_eraser.registry import Plugin
 from concept_eraser.utils.errors import UserError
@@ -152,7 +151,7 @@ class Denoiser(Part):
                 generator=generator,
             )
         )
-        with self._as(objective.settings.teacher) as weights:
+        with self.weights_of(objective.settings.teacher) as weights:
             noisy, t = self.model.partial(
                 noise,
                 batch.condition,
@@ -194,22 +193,8 @@ class Denoiser(Part):
             return self.model.denoise(draw.noisy, draw.t, model_condition)
         return self._teach(draw.noisy, draw.t, own_condition, teacher)
 
-    @contextmanager
-    def _as(self, teacher: Teacher) -> Iterator[Weights | None]:
-        """Yield the weights of a teacher for `denoise`: None for the present ones.
-
-        The frozen teacher of a LoRA is the denoiser without it.
-        """
-        if teacher == "current":
-            yield None
-        elif self.adapter is None:
-            yield self.originals
-        else:
-            with self.adapter.disabled():
-                yield None
-
     def _teach(self, noisy: Tensor, t: Tensor, condition: Condition, teacher: Teacher) -> Tensor:
-        with self._as(teacher) as weights:
+        with self.weights_of(teacher) as weights:
             return no_grad_prediction(lambda: self.model.denoise(noisy, t, condition, weights))
 
     def image(self, draw: DenoiserDraw) -> Tensor:
