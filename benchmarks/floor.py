@@ -51,6 +51,7 @@ from concept_eraser.tiny import published
 from concept_eraser.training.engine import Engine, Schedule
 from concept_eraser.training.log import Log
 from concept_eraser.utils import provenance
+from concept_eraser.utils.provenance import derive_seed
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "floor.json", HERE / "README.md"
@@ -177,10 +178,10 @@ def steps_of(
     draws: dict[str, DenoiserDraw] = {}
 
     def draw(step: int) -> None:
-        """Draw the batches of the floor, which is not counted."""
+        """Draw the engine's batches for the floor, which is not counted."""
         draws.update(
             {
-                name: eraser.draw(name, [step * batch + place for place in range(batch)])
+                name: eraser.draw(name, [derive_seed(0, step, name, e) for e in range(batch)])
                 for name in OBJECTIVES
             }
         )

@@ -44,10 +44,10 @@ BY_OBJECTIVE: Mapping[type, Callable[[Any, Tensor, Any, Any], Tensor]] = {
     nn.Linear: lambda layer, x, weight, bias: F.linear(x, weight, bias),
     nn.Conv2d: lambda layer, x, weight, bias: layer._conv_forward(x, weight, bias),
     nn.GroupNorm: lambda layer, x, weight, bias: F.group_norm(
-        x, layer.num_groups, weight, bias, layer.eps
+        x, layer.num_groups, weight=weight, bias=bias, eps=layer.eps
     ),
     nn.LayerNorm: lambda layer, x, weight, bias: F.layer_norm(
-        x, layer.normalized_shape, weight, bias, layer.eps
+        x, layer.normalized_shape, weight=weight, bias=bias, eps=layer.eps
     ),
     nn.Embedding: lambda layer, x, weight, bias: F.embedding(x, weight, layer.padding_idx),
 }
@@ -276,10 +276,10 @@ class _Forward:
         weights = [some.get("weight", layer.weight) for some in self.values]
         biases = [some.get("bias", getattr(layer, "bias", None)) for some in self.values]
         if isinstance(layer, nn.Linear):
-            return _apply(_Linear, x, self.sizes, (), weights, biases)
+            return _apply(_Linear, x, self.sizes, weights=weights, biases=biases)
         if _is_plain_convolution(layer):
             form = (layer.stride, layer.padding, layer.dilation, layer.groups)
-            return _apply(_Convolution, x, self.sizes, form, weights, biases)
+            return _apply(_Convolution, x, self.sizes, weights=weights, biases=biases, form=form)
         forward = BY_OBJECTIVE[type(layer)]
         return torch.cat(
             [
@@ -302,9 +302,10 @@ def _apply(
     function: type[torch.autograd.Function],
     x: Tensor,
     sizes: Sizes,
-    form: tuple[Any, ...],
+    *,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    form: tuple[Any, ...] = (),
 ) -> Tensor:
     """Apply _Linear or _Convolution, in the precision of autocast if it is on."""
     kind = x.device.type
@@ -367,9 +368,18 @@ class _Convolution(torch.autograd.Function):
         def derive(slope: Tensor, x: Tensor, mask: tuple[bool, bool, bool]) -> Any:
             stride, padding, dilation, groups = ctx.form
             return torch.ops.aten.convolution_backward(
-                slope, x, weight, [len(weight)], stride, padding, dilation, False, [0, 0], groups,
-                mask,
-            )  # fmt: skip
+                slope,
+                x,
+                weight,
+                [len(weight)],
+                stride=stride,
+                padding=padding,
+                dilation=dilation,
+                transposed=False,
+                output_padding=[0, 0],
+                groups=groups,
+                output_mask=mask,
+            )
 
         of_x = derive(slope, x, (True, False, False))[0] if ctx.needs_input_grad[0] else None
         of_values = [

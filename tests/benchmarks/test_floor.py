@@ -19,7 +19,9 @@ def test_the_plain_loop_takes_the_step_of_the_engine(trained: str, tmp_path: Pat
     eraser, runs = floor.steps_of(floor.build("tiny"), trained, 1, tmp_path)
     params = list(eraser.trainable().values())
     generator = torch.Generator().manual_seed(0)
-    start = [value + 0.02 * torch.randn(value.shape, generator=generator) for value in params]
+    start = [
+        value.detach() + 0.02 * torch.randn(value.shape, generator=generator) for value in params
+    ]
     changes: dict[str, torch.Tensor] = {}
     for step in floor.STEPS:
         with torch.no_grad():
