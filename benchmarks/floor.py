@@ -14,10 +14,10 @@ of a step does not depend on them. It writes floor.json and the table of README.
 
     python -m benchmarks.floor --state "one of two cores, the other one busy"
 
-Stable Diffusion 1.4's architecture has random weights and images of 64 x 64 pixels. All weights of
-it need more than 24 GB, since three optimizers have their states at once:
+Stable Diffusion 1.4's architecture has random weights and images of 64, 128 or 256 pixels. All
+weights of it need more than 24 GB, since three optimizers have their states at once:
 
-    python -m benchmarks.floor --models sd14 --trained "cross-attention" "LoRA, rank 64" --batches 1
+    python -m benchmarks.floor --models sd14-64 --trained cross-attention --batches 1
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from concept_eraser.utils.provenance import derive_seed
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "floor.json", HERE / "README.md"
 BEGIN, END = "<!-- floor -->", "<!-- /floor -->"
-MODELS = {"tiny": "tiny-sd, 64 px", "sd14": "Stable Diffusion 1.4, 64 px"}
+PIXELS = {"tiny": 64, "sd14-64": 64, "sd14-128": 128, "sd14-256": 256}
 TRAINED: dict[str, tuple[str, int | None]] = {  # -> the selection, and the rank of a LoRA
     "cross-attention": ("cross_attention", None),
     "all weights": ("all", None),
@@ -73,8 +73,8 @@ def build(name: str) -> Model:
     if name == "tiny":
         return load("tiny-sd")
     torch.manual_seed(0)
-    pipeline = published.MADE[name][1]()
-    pipeline.unet.register_to_config(sample_size=8)
+    pipeline = published.MADE["sd14"][1]()
+    pipeline.unet.register_to_config(sample_size=PIXELS[name] // pipeline.vae_scale_factor)
     return StableDiffusion(pipeline, name)
 
 
@@ -236,8 +236,9 @@ def table(content: dict[str, Any]) -> str:
         ratios = " | ".join(
             "{:.2f} [{:.2f}, {:.2f}]".format(*row["ratio"][step]) for step in STEPS[1:]
         )
+        model = "tiny-sd" if row["model"] == "tiny" else "Stable Diffusion 1.4"
         lines.append(
-            f"| {MODELS[row['model']]} | {row['trained']} | {row['batch']} | "
+            f"| {model}, {PIXELS[row['model']]} px | {row['trained']} | {row['batch']} | "
             f"{row['cpu_seconds']['floor']:.3f} | {ratios} | {row['n']} |"
         )
     where = content["environment"]
@@ -255,7 +256,7 @@ def render(page: str, content: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="compare a training step with a plain loop")
-    parser.add_argument("--models", nargs="*", default=["tiny"], choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=["tiny"], choices=list(PIXELS))
     parser.add_argument("--trained", nargs="*", default=list(TRAINED), choices=list(TRAINED))
     parser.add_argument("--batches", nargs="*", type=int, default=[16, 4])
     parser.add_argument("--repetitions", type=int, default=9)

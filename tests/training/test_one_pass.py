@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import concept_eraser
 from benchmarks.floor import examples
+from concept_eraser.data.batches import make_examples
 from concept_eraser.erasers.base import Inseparable
 from concept_eraser.erasers.denoiser import Denoiser, DenoiserObjective, SharedPrediction
 from concept_eraser.losses import LossSettings
@@ -33,6 +34,7 @@ from concept_eraser.training.closure import LossClosure, of_step
 from concept_eraser.training.engine import Engine, Schedule
 from concept_eraser.training.one_pass import OnePass, Setting
 from concept_eraser.utils.errors import Interrupted
+from tests import families
 from tests.conftest import short
 
 SELECTIONS = {
@@ -115,6 +117,33 @@ def test_gradients_and_gram_matrix_are_those_of_separate_passes(
     torch.testing.assert_close(gramian(actual), gramian(expected), rtol=1e-5, atol=0)
     assert together.losses == pytest.approx(separate.losses, rel=1e-5)
     assert abs(float(gramian(expected)[0, 1])) > 0
+
+
+@pytest.mark.parametrize("family", ["sdxl", "sd3", "flux", "dit"])
+def test_other_families_share_a_pass_too(family: str, tmp_path: Path) -> None:
+    model: Any = concept_eraser.load(str(families.build(family, tmp_path / family)))
+    model.configure({"size": families.SIZE[family]} if family in families.SIZE else {})
+    names = [name for name, _ in model.denoiser.named_parameters()]
+    layers = layers_of(model.denoiser, names, conv=True)
+    adapter = Adapter(model.denoiser, layers, rank=4, alpha=4, seed=0)
+    texts, generator = families.texts(family), torch.Generator().manual_seed(0)
+    objectives = {
+        name: DenoiserObjective(
+            make_examples(
+                model,
+                texts,
+                latents=torch.randn((2, *model.latent_shape()), generator=generator),
+                anchors=texts[::-1],
+            ),
+            loss,
+        )
+        for name, loss in {"retain": "data", "forget": "anchor"}.items()
+    }
+    eraser = Denoiser(model, objectives, adapter.tensors, adapter=adapter)
+    shift(eraser)
+    separate, together = closure_of(eraser, joint=False), closure_of(eraser, joint=True)
+    for name in eraser.objectives:
+        assert relative(together.grad(name), separate.grad(name)) < 1e-5
 
 
 def test_bf16_differs_by_its_rounding_only(erasers: Mapping[str, Denoiser]) -> None:
