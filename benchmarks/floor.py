@@ -218,6 +218,7 @@ def measure(name: str, trained: str, batch: int, repetitions: int) -> dict[str, 
         "batch": batch,
         "parameters": sum(parameter.numel() for parameter in eraser.trainable().values()),
         "n": repetitions,
+        "commit": provenance.commit(),
         "cpu_seconds": {step: round(statistics.median(some), 4) for step, some in seconds.items()},
         "ratio": {
             step: [round(x, 3) for x in (statistics.median(some), min(some), max(some))]
