@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.data.batches import Batch, Examples
-from concept_eraser.erasers.base import NO_TERMS, AttackTerms, Part
+from concept_eraser.erasers.base import NO_TERMS, AttackTerms, Inseparable, Part
 from concept_eraser.erasers.elastic import fisher, penalty
 from concept_eraser.losses import LossSettings, Teacher, find
 from concept_eraser.losses.denoiser import LOSSES, DenoiserDraw, no_grad_prediction
@@ -27,6 +27,7 @@ from concept_eraser.models.lora import Adapter
 from concept_eraser.registry import Plugin
 from concept_eraser.utils.errors import UserError
 
+Answers = dict[tuple[Teacher, int], Tensor]  # see SharedPrediction
 EMBEDDING = "states"  # the tensor of a condition that an attack may shift
 
 
@@ -150,16 +151,16 @@ class Denoiser(Part):
                 generator=generator,
             )
         )
-        weights = self.originals if objective.settings.teacher == "frozen" else None
-        noisy, t = self.model.partial(
-            noise,
-            batch.condition,
-            batch.null,
-            stop=stop,
-            steps=objective.free_steps,
-            guidance=objective.free_guidance,
-            weights=weights,
-        )
+        with self.weights_of(objective.settings.teacher) as weights:
+            noisy, t = self.model.partial(
+                noise,
+                batch.condition,
+                batch.null,
+                stop=stop,
+                steps=objective.free_steps,
+                guidance=objective.free_guidance,
+                weights=weights,
+            )
         times = torch.full((len(batch),), t, device=noisy.device)
         return DenoiserDraw(
             noisy,
@@ -190,10 +191,11 @@ class Denoiser(Part):
                 else own_condition
             )
             return self.model.denoise(draw.noisy, draw.t, model_condition)
-        weights = self.originals if teacher == "frozen" else None
-        return no_grad_prediction(
-            lambda: self.model.denoise(draw.noisy, draw.t, own_condition, weights)
-        )
+        return self._teach(draw.noisy, draw.t, own_condition, teacher)
+
+    def _teach(self, noisy: Tensor, t: Tensor, condition: Condition, teacher: Teacher) -> Tensor:
+        with self.weights_of(teacher) as weights:
+            return no_grad_prediction(lambda: self.model.denoise(noisy, t, condition, weights))
 
     def image(self, draw: DenoiserDraw) -> Tensor:
         """Return the images of a draw, decoded from one-step x_0: [b, 3, h, w]."""
@@ -242,7 +244,128 @@ class Denoiser(Part):
             weights, list(self.originals.values()), self.fisher[name]
         )
 
+    @property
+    def positions(self) -> int:
+        """The positions of one example's latents, height x width."""
+        _channels, height, width = self.model.latent_shape()
+        return height * width
+
+    def losses(self, draws: Mapping[str, DenoiserDraw]) -> dict[str, Tensor]:
+        """Return the loss of each objective, from one prediction for all of them.
+
+        The teachers' predictions that built-in losses need are also computed at once.
+
+        Raises:
+            Inseparable: There is an adversary or an elastic penalty, or a loss needs more than the
+                denoiser's prediction for the own prompt.
+        """
+        if self.delta is not None or self.fisher:
+            raise Inseparable(
+                "the losses depend on an adversary or an elastic penalty, not on predictions alone"
+            )
+        rows = list(draws.values())
+        prediction = self.model.denoise(
+            torch.cat([draw.noisy for draw in rows]),
+            torch.cat([draw.t for draw in rows]),
+            _joined([draw.condition for draw in rows]),
+        )
+        parts = prediction.split([len(draw.t) for draw in rows])
+        answers = self._teachers(draws)
+        losses = {}
+        for (name, draw), part in zip(draws.items(), parts, strict=True):
+            objective = self.objective_by_name[self.objective_of(name)]
+            loss = find(LOSSES, objective.loss)
+            shared = SharedPrediction(self, draw, part, answers[name])
+            losses[name] = objective.scale * loss.compute(shared, draw, objective.settings)
+        return losses
+
+    def _teachers(self, draws: Mapping[str, DenoiserDraw]) -> dict[str, Answers]:
+        """Return the teachers' predictions of the losses, for each objective.
+
+        They are by the teacher and the identity of the condition. Each teacher predicts once.
+        """
+        requests: dict[Teacher, list[tuple[str, Condition]]] = {}
+        for name, draw in draws.items():
+            objective = self.objective_by_name[self.objective_of(name)]
+            wanted = find(LOSSES, objective.loss).teacher_conditions(objective.settings)
+            conditions = {"own": draw.condition, "anchor": draw.anchor, "null": draw.null}
+            requests.setdefault(objective.settings.teacher, []).extend(
+                (name, condition) for kind in wanted if (condition := conditions[kind]) is not None
+            )
+        answers: dict[str, Answers] = {name: {} for name in draws}
+        for teacher, some in requests.items():
+            if not some:
+                continue
+            rows = [draws[name] for name, _ in some]
+            prediction = self._teach(
+                torch.cat([draw.noisy for draw in rows]),
+                torch.cat([draw.t for draw in rows]),
+                _joined([condition for _, condition in some]),
+                teacher,
+            )
+            parts = prediction.split([len(draw.t) for draw in rows])
+            for (name, condition), part in zip(some, parts, strict=True):
+                answers[name][teacher, id(condition)] = part
+        return answers
+
     def _attack_condition(self, condition: Condition) -> Condition:
         assert self.delta is not None
         states = condition.tensors[EMBEDDING]
         return Condition({**condition.tensors, EMBEDDING: states + self.delta.to(states.dtype)})
+
+
+def _joined(conditions: Sequence[Condition]) -> Condition:
+    """Return the rows of all conditions in one."""
+    return Condition(
+        {
+            key: torch.cat([condition.tensors[key] for condition in conditions])
+            for key in conditions[0].tensors
+        }
+    )
+
+
+@dataclass(frozen=True)
+class SharedPrediction:
+    """What the loss of one objective reads, if one prediction serves several objectives.
+
+    It has the interface of `losses.denoiser.Predictor`.
+
+    Attributes:
+        eraser: The eraser.
+        draw: The micro-batch of the objective.
+        prediction: The prediction of the model in training for it, [b, c, h, w].
+        answers: Predictions of teachers, by the teacher and the identity of the condition.
+
+    Raises:
+        Inseparable: The loss asks the model in training for something else.
+    """
+
+    eraser: Denoiser
+    draw: DenoiserDraw
+    prediction: Tensor
+    answers: Answers
+
+    def predict(
+        self,
+        draw: DenoiserDraw,
+        condition: Condition | None = None,
+        *,
+        teacher: Teacher | None = None,
+    ) -> Tensor:
+        own_condition = draw.condition if condition is None else condition
+        is_own_draw = draw is self.draw
+        if teacher is not None:
+            answer = self.answers.get((teacher, id(own_condition))) if is_own_draw else None
+            return (
+                self.eraser.predict(draw, condition, teacher=teacher) if answer is None else answer
+            )
+        if not is_own_draw or own_condition is not draw.condition:
+            raise Inseparable("a loss needs further predictions of the model in training")
+        return self.prediction
+
+    def image(self, draw: DenoiserDraw) -> Tensor:
+        model = self.eraser.model
+        return model.decode(model.clean(draw.noisy, draw.t, self.predict(draw)))
+
+    def attention(self, draw: DenoiserDraw) -> Sequence[Tensor]:
+        raise Inseparable("a loss needs the cross-attention of the model in training")

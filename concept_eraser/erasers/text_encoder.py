@@ -168,8 +168,8 @@ class TextEncoder(Part):
                 return self._embed_behind_learned_tokens(tokens)
             rows = self.model.table[tokens.tensors["ids"]] + self.delta
             return self.model.embed(tokens, rows=rows)
-        with torch.no_grad():
-            return self.model.embed(tokens, self.originals if teacher == "frozen" else None)
+        with torch.no_grad(), self.weights_of(teacher) as weights:
+            return self.model.embed(tokens, weights)
 
     def _embed_behind_learned_tokens(self, tokens: Condition) -> Condition:
         """Encode prompts with the learned tokens between the start token and the first own token.

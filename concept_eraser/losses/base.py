@@ -15,6 +15,7 @@ from concept_eraser import registry
 
 Teacher = Literal["frozen", "current"]
 Images = Literal["own", "anchor"]
+ConditionName = Literal["own", "anchor", "null"]  # the prompt, its anchor, the empty prompt
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,14 @@ class Loss(ABC):
     needs_images: bool = False
     holds_empty: bool = False
 
+    def teacher_conditions(self, settings: LossSettings) -> tuple[ConditionName, ...]:
+        """Return the conditions for which the loss reads its teacher's prediction.
+
+        With `training.one_pass` the teacher predicts for those of all objectives at once. It
+        predicts separately for conditions that are missing here.
+        """
+        return ()
+
     @abstractmethod
     def compute(self, model: Any, draw: Any, settings: LossSettings) -> Tensor:
         """Return the loss on one micro-batch, a scalar.
@@ -96,13 +105,20 @@ class Loss(ABC):
 
 @dataclass(frozen=True)
 class Formula(Loss):
-    """A built-in loss: its function and what it needs."""
+    """A built-in loss: its function and what it needs.
+
+    teachers: see `Loss.teacher_conditions`.
+    """
 
     function: Callable[[Any, Any, LossSettings], Tensor]
     images: Images = "own"
     needs_anchor: bool = False
     needs_images: bool = False
     holds_empty: bool = False
+    teachers: Callable[[LossSettings], tuple[ConditionName, ...]] = lambda settings: ()
+
+    def teacher_conditions(self, settings: LossSettings) -> tuple[ConditionName, ...]:
+        return self.teachers(settings)
 
     def compute(self, model: Any, draw: Any, settings: LossSettings) -> Tensor:
         return self.function(model, draw, settings)

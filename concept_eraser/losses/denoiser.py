@@ -69,6 +69,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.losses.base import (
+    ConditionName,
     Formula,
     Loss,
     LossSettings,
@@ -169,15 +170,27 @@ def histogram(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> T
     return bernoulli_divergence(absence.float(), settings.alpha)
 
 
+def _neutral_and_own(settings: LossSettings) -> tuple[ConditionName, ...]:
+    return settings.neutral, "own"
+
+
+def _own(settings: LossSettings) -> tuple[ConditionName, ...]:
+    return ("own",)
+
+
+def _anchor(settings: LossSettings) -> tuple[ConditionName, ...]:
+    return ("anchor",)
+
+
 LOSSES: dict[str, Loss] = {
     "data": Formula(data, needs_images=True),
     "ascent": Formula(ascent, needs_images=True),
-    "anchor": Formula(anchor, needs_anchor=True, holds_empty=True),
-    "esd": Formula(esd, holds_empty=True),
-    "distill": Formula(distill, holds_empty=True),
+    "anchor": Formula(anchor, needs_anchor=True, holds_empty=True, teachers=_anchor),
+    "esd": Formula(esd, holds_empty=True, teachers=_neutral_and_own),
+    "distill": Formula(distill, holds_empty=True, teachers=_own),
     "relabel": Formula(data, images="anchor", needs_anchor=True, needs_images=True),
     "histogram": Formula(histogram),
-    "npo": Formula(npo, needs_images=True),
+    "npo": Formula(npo, needs_images=True, teachers=_own),
     "resteer": Formula(resteer),
 }
 

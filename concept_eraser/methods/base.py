@@ -153,6 +153,13 @@ class Method(Options, ABC):
     def direction(self, closure: Closure) -> Direction:
         """Return the step, which the optimiser subtracts as a gradient."""
 
+    def uses_all(self, objectives: tuple[str, ...]) -> bool:
+        """Whether every step uses the gradients of all objectives at its first parameters.
+
+        Then one pass for all objectives wastes nothing (`training.one_pass: auto`).
+        """
+        return False
+
     def check_objectives(self, objectives: tuple[str, ...]) -> None:
         """Raise ValueError if the method cannot combine these objectives.
 
@@ -191,6 +198,9 @@ class GramMethod(Method):
 
     def weights(self, gram: Tensor) -> Tensor:
         return self.solve(gram)[0]
+
+    def uses_all(self, objectives: tuple[str, ...]) -> bool:
+        return True
 
     def direction(self, closure: Closure) -> Direction:
         grads = [closure.grad(objective) for objective in closure.objectives]

@@ -39,12 +39,13 @@ def gramian(vectors: Sequence[Vec]) -> Tensor:
     Each tensor is converted to float64 once.
     """
     m = len(vectors)
-    gram = torch.zeros(m, m, dtype=torch.float64)
+    sums = [[0.0] * m for _ in range(m)]
     for parts in zip(*vectors, strict=True):
         wide = [_wide(part) for part in parts]
         for i in range(m):
             for j in range(i, m):
-                gram[i, j] += torch.dot(wide[i], wide[j]).cpu()
+                sums[i][j] += torch.dot(wide[i], wide[j]).item()
+    gram = torch.tensor(sums, dtype=torch.float64).reshape(m, m)
     return gram + gram.triu(1).T
 
 
@@ -81,7 +82,12 @@ def clip(u: Vec, largest: float) -> Vec:
 
 
 def is_finite(u: Vec) -> bool:
-    return all(bool(torch.isfinite(part).all()) for part in u)
+    """Whether all entries are finite.
+
+    They are if their sum is, which is quicker to compute. A sum may overflow without an infinite
+    entry; then the entries are examined.
+    """
+    return all(math.isfinite(part.sum().item()) or bool(torch.isfinite(part).all()) for part in u)
 
 
 def spectral_norm(multiply: Callable[[Vec], Vec], like: Vec, iterations: int) -> float:

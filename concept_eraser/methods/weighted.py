@@ -72,6 +72,10 @@ class Weighted(Method):
                 "method: {name: weighted, retain: 0}"
             )
 
+    def uses_all(self, objectives: tuple[str, ...]) -> bool:
+        weights = [self.retain if name == "retain" else self.forget for name in objectives]
+        return not self.alternate and min(weights) > 0
+
     def direction(self, closure: Closure) -> Direction:
         is_retain_turn = closure.step % 2 == 1  # whether it is the turn of retain
         weights = [

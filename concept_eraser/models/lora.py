@@ -11,7 +11,8 @@ For a convolution with kernel k, down is one with the same kernel [rank, in, k, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,6 +146,21 @@ class Adapter:
         return {
             f"{name}.weight": layer.get_parameter("weight") for name, layer in self.original.items()
         }
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Leave the LoRA out of the forward pass inside the context.
+
+        The module then is the one without it. Its layers stay in place, and need gradients as
+        before.
+        """
+        try:
+            for layer in self.layers.values():
+                layer._disable_adapters = True  # peft's own switch would change requires_grad
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer._disable_adapters = False
 
     def remove(self) -> None:
         """Restore the module's own layers."""

@@ -145,6 +145,7 @@ class TrainingSettings(TypedDict, total=False):
     clip_each: bool
     ema: float | None
     precision: Literal["fp32", "bf16"]
+    one_pass: Literal["auto", "on", "off"]
     checkpointing: bool
     offload: bool
     frozen: Literal["fp32", "bf16"]

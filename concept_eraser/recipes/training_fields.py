@@ -133,6 +133,14 @@ class TrainingSpec(Strict):
     precision: Literal["fp32", "bf16"] = Field(
         "fp32", description="bf16: autocast; weights stay in fp32"
     )
+    one_pass: Literal["auto", "on", "off"] = Field(
+        "off",
+        description=(
+            "target denoiser: on computes the gradients of all objectives in one forward and "
+            "backward pass; they are the same within rounding, and all activations are in memory "
+            "at once; auto: on where it was measured to be faster (docs/memory.md)"
+        ),
+    )
     checkpointing: bool = Field(
         False,
         description=(
@@ -201,6 +209,7 @@ OPTIMISATION = (
     "clip",
     "clip_each",
     "ema",
+    "one_pass",
 )
 
 # keys of TrainingSpec for the placement and precision of the model, not for its training

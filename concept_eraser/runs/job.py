@@ -337,6 +337,7 @@ class Job:
                     reinitialise=self.recipe.trainable.reinitialise,
                     shard=training.shard != "none",
                     frees_weights=training.shard == "weights" and accelerator.num_processes > 1,
+                    recomputes=training.checkpointing,
                     trackers=Trackers(accelerator, self.folder, self.recipe.resolved()),
                 )
                 engine.run(resume=resume)

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from concept_eraser.data.batches import READ_AT_ONCE, Examples, chunk_of
 from concept_eraser.erasers import denoiser, text_encoder
+from concept_eraser.erasers.base import Inseparable
 from concept_eraser.losses import LossSettings
+from concept_eraser.methods.base import Method
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.recipes.objective_fields import PROMPTED, ObjectiveSpec
 from concept_eraser.recipes.recipe import Recipe
@@ -26,7 +28,7 @@ from concept_eraser.targets.adapter import add_adapter
 from concept_eraser.targets.encode import TokenizedPrompts
 from concept_eraser.targets.objectives import denoiser_objective, text_encoder_objective
 from concept_eraser.targets.plan import images_of
-from concept_eraser.training import memory
+from concept_eraser.training import memory, one_pass
 from concept_eraser.training.memory import Estimate
 from concept_eraser.training.placement import narrowable_of, needed
 
@@ -62,12 +64,14 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
         needed_parts = needed(recipe.target, histogram=recipe.histogram is not None)
         there = _weights(model, needed_parts if training.offload else model.parts)
         params = [*eraser.trainable().values(), *eraser.adversary().values()]
-        pass_bytes = _pass(
-            eraser,
-            max(recipe.all_objectives, key=lambda objective: _weight(recipe, objective)),
-            recipe,
-            params,
-        )
+        pass_bytes = _joint_pass(eraser, recipe, gpu=gpu)
+        if pass_bytes is None:
+            pass_bytes = _pass(
+                eraser,
+                max(recipe.all_objectives, key=lambda objective: _weight(recipe, objective)),
+                recipe,
+                params,
+            )
         shapes = [tuple(p.shape) for p in params]
     parameters = memory.Trained(
         shapes,
@@ -279,3 +283,33 @@ def _pass(eraser: Any, objective: str, recipe: Recipe, params: list[nn.Parameter
         return eraser.loss(objective, draw)
 
     return memory.passing(loss, params, bf16=bf16)
+
+
+def _joint_pass(eraser: Any, recipe: Recipe, *, gpu: bool) -> int | None:
+    """Return the peak memory of one pass for all objectives, None if each has its own.
+
+    The gradients of the other objectives are not included.
+    """
+    training, method = recipe.training, recipe.method.build()
+    setting = one_pass.Setting(
+        training.one_pass,
+        batch_size=training.batch_size,
+        micro_batches=training.micro_batches,
+        is_alone_on_cpu=not gpu,
+        uses_all=isinstance(method, Method) and method.uses_all(eraser.objectives),
+        recomputes=training.checkpointing,
+    )
+    joint = one_pass.choose(eraser, setting)
+    if joint is None:
+        return None
+    n, draws = training.batch_size, {}
+    for objective in eraser.objectives:
+        draws[objective] = eraser.draw(objective, range(n))
+    gradient = sum(parameter.numel() * parameter.element_size() for parameter in joint.params)
+    try:
+        peak = memory.peak_of(
+            lambda: joint.gradients(draws, (n,) * len(draws)), bf16=training.precision == "bf16"
+        )
+    except Inseparable:
+        return None
+    return peak - (len(draws) - 1) * gradient

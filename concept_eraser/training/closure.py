@@ -18,6 +18,9 @@ from concept_eraser.utils.errors import UserError
 
 Piece = Callable[[], Tensor]
 Reduce = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the mean of each tensor over the ranks
+# the loss and the gradient of each objective at the present params, from one pass; {} if they need
+# a pass for each objective
+Joint = Callable[[], Mapping[str, tuple[Tensor, list[Tensor]]]]
 
 
 class NoExactProduct(UserError, NoSecondDerivative):
@@ -40,6 +43,8 @@ class LossClosure:
         frees_weights: Whether weights are freed between the passes, so that no exact Hessian
             product is possible (training.shard: weights).
         clip: The largest norm of the gradients that `grad` returns of all parameters, or None.
+        joint: Computes the gradients of all objectives at once (one_pass.py), or None. It is used
+            for the first gradient of each objective, if the parameters have not changed since.
 
     The graph of one part is freed before the next is built, which saves memory with micro-batches.
     The combination of gradients is not linear. So each gradient is summed over all parts, and
@@ -61,8 +66,12 @@ class LossClosure:
         reduce: Reduce = list,
         frees_weights: bool = False,
         clip: float | None = None,
+        joint: Joint | None = None,
     ) -> None:
         self.clipped = 0
+        self._joint = joint
+        self._ready: dict[str, tuple[Tensor, list[Tensor]]] = {}
+        self._versions: list[int] = []  # of the parameters that `_ready` belongs to
         self._clip = clip
         self.mask = mask if mask is not None else [None] * len(params)
         self.objectives = tuple(losses)
@@ -91,6 +100,11 @@ class LossClosure:
         return clipped
 
     def _gradient(self, objective: str, of: Sequence[int] | None = None) -> Vec:
+        ready = self._from_one_pass(objective) if of is None else None
+        if ready is not None:
+            value, gradient = ready
+            self._note_loss(objective, value)
+            return self._masked(gradient, range(len(self.params)))
         params = self.params if of is None else tuple(self.params[i] for i in of)
         total: list[Tensor] | None = None
         value = torch.zeros((), device=params[0].device)
@@ -106,9 +120,22 @@ class LossClosure:
                 total = [a.add_(b) for a, b in zip(total, parts, strict=True)]
             value = value + piece.detach()
         assert total is not None
+        self._note_loss(objective, value)
+        return self._masked(total, range(len(self.params)) if of is None else of)
+
+    def _from_one_pass(self, objective: str) -> tuple[Tensor, list[Tensor]] | None:
+        """Return the loss and the gradient of an objective if one pass gives them, else None."""
+        if self._joint is not None:
+            joint, self._joint = self._joint, None  # the first gradient of a step starts it
+            self._ready = dict(joint())
+            self._versions = [parameter._version for parameter in self.params]
+        if self._ready and self._versions != [parameter._version for parameter in self.params]:
+            self._ready = {}
+        return self._ready.pop(objective, None)
+
+    def _note_loss(self, objective: str, value: Tensor) -> None:
         self.last_loss = float(self._reduce([value])[0])
         self.losses.setdefault(objective, self.last_loss)
-        return self._masked(total, range(len(self.params)) if of is None else of)
 
     def _masked(self, parts: Sequence[Tensor], places: Sequence[int]) -> Vec:
         """Return the gradients averaged over ranks, with 0 where the mask is 0."""
@@ -207,6 +234,7 @@ def of_step(
     reduce: Reduce = list,
     frees_weights: bool = False,
     clip: float | None = None,
+    joint: Joint | None = None,
 ) -> LossClosure:
     """Return the losses of one training step, on fixed draws.
 
@@ -234,4 +262,5 @@ def of_step(
         reduce=reduce,
         frees_weights=frees_weights,
         clip=clip,
+        joint=joint,
     )

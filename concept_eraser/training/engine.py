@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +15,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from concept_eraser.erasers.base import Draw, Eraser
+from concept_eraser.erasers.base import Draw, Eraser, Inseparable
 from concept_eraser.methods.base import Direction, Method
 from concept_eraser.methods.vectors import clip, is_finite
 from concept_eraser.storage import output_folder
-from concept_eraser.training import checkpoint, saliency
+from concept_eraser.training import checkpoint, one_pass, saliency
 from concept_eraser.training.averaging import Average
 from concept_eraser.training.closure import of_step
 from concept_eraser.training.distributed import sharding
@@ -56,6 +57,7 @@ class Schedule:
     clip_each: bool = False
     ema: float | None = None
     precision: Literal["fp32", "bf16"] = "fp32"
+    one_pass: Literal["auto", "on", "off"] = "off"
     seed: int = 0
     save_every: int = 50
 
@@ -101,6 +103,7 @@ class Engine:
     reinitialise: float | None = None
     shard: bool = False  # split the optimizer's state among the processes
     frees_weights: bool = False  # frozen weights are split too, and freed after each pass
+    recomputes: bool = False  # the backward pass recomputes activations (training.checkpointing)
     trackers: Trackers | None = None
     trained_count: int = field(init=False, default=0)
     skipped: int = 0
@@ -115,6 +118,19 @@ class Engine:
         self.params = {**self.eraser.trainable(), **self.eraser.scratch()}
         self.trained_count = len(self.params)
         self._require_same_start()
+        self.one_pass = one_pass.choose(
+            self.eraser,
+            one_pass.Setting(
+                self.schedule.one_pass,
+                batch_size=self.schedule.batch_size,
+                is_alone_on_cpu=self.accelerator.num_processes == 1
+                and self.accelerator.device.type == "cpu",
+                uses_all=self.method.uses_all(self.eraser.objectives),
+                micro_batches=self.schedule.micro_batches,
+                recomputes=self.recomputes,
+                frees_weights=self.frees_weights,
+            ),
+        )
         self.optimizer = self._optimizer(list(self.params.values()))
         self.params = {**self.params, **self.eraser.adversary()}
         began, busy = time.monotonic(), time.process_time()
@@ -150,7 +166,7 @@ class Engine:
                 self._look(step_count)
                 while step_count < self.schedule.steps:
                     with stops.step():
-                        row = self._do_step(step_count, log)
+                        row = self.do_step(step_count, log)
                         step_count += 1
                     self.progress("erasing", step_count, self.schedule.steps, _note(row))
                     if step_count % self.schedule.save_every == 0:
@@ -232,7 +248,7 @@ class Engine:
         self.seconds, self.cpu_seconds = state["seconds"], state.get("cpu_seconds", 0.0)
         return int(state["step"])
 
-    def _do_step(self, step: int, log: Log | None) -> dict[str, Any]:
+    def do_step(self, step: int, log: Log | None) -> dict[str, Any]:
         """Do a step, count its time and write its row of the log."""
         began, busy = time.monotonic(), time.process_time()
         row = self._step(step)
@@ -293,6 +309,7 @@ class Engine:
             reduce=self._mean,
             frees_weights=self.frees_weights,
             clip=self.schedule.clip if self.schedule.clip_each else None,
+            joint=partial(self._joint, draws) if self.one_pass else None,
         )
         method_state = self.method.state_dict()
         with self._full_precision():
@@ -323,6 +340,21 @@ class Engine:
             self.skipped_in_a_row += 1
             row["skipped"] = 1
         return row
+
+    def _joint(self, draws: Mapping[str, list[Draw]]) -> one_pass.Gradients:
+        """Return the loss and the gradient of each objective, from one pass.
+
+        Returns {} if they need a pass for each objective, as all steps from now on.
+        """
+        assert self.one_pass is not None
+        sizes = (self.schedule.batch_size,) * len(draws)
+        try:
+            with self._autocast():
+                return self.one_pass.gradients({name: one for name, (one,) in draws.items()}, sizes)
+        except Inseparable as reason:
+            one_pass.tell(self.schedule.one_pass, str(reason))
+            self.one_pass = None
+            return {}
 
     def _prepare(self) -> list[Tensor | None] | None:
         """Choose the weights that are trained, and reinitialise some of them.

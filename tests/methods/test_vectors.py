@@ -72,6 +72,13 @@ def test_one_number_that_is_not_finite_is_noticed_wherever_it_stands() -> None:
             assert not vectors.is_finite(bad_vector)
 
 
+def test_large_numbers_are_finite_although_their_sum_is_not() -> None:
+    large = torch.full((2,), torch.finfo(torch.float32).max)
+    assert not torch.isfinite(large.sum())
+    assert vectors.is_finite((torch.zeros(0), large))
+    assert not vectors.is_finite((large, torch.tensor([torch.inf, -torch.inf])))
+
+
 def test_cosine_is_torchs_for_any_two_of_the_vectors() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, 7, generator=generator, dtype=torch.float64) * torch.tensor(

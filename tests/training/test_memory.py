@@ -217,6 +217,7 @@ CASES: list[dict[str, Any]] = [
         "training__ema": 0.9,
     },
     {"trainable__lora": 4, "training__micro_batches": 2, "training__batch_size": 8},
+    {"trainable__select": "all", "training__one_pass": "on"},
 ]
 
 

@@ -1,0 +1,288 @@
+"""Compare a training step with a hand-written loop in plain diffusers: python -m benchmarks.floor
+
+The step is MUNBa's with the losses `anchor` (forget) and `distill` (retain) and Adam. There are
+three steps, which train the same parameters in turn, on the same batches:
+
+* floor: two predictions by a frozen copy of the UNet, forward and backward pass of each objective,
+  MUNBa's combination with its Gram matrix in float64, Adam. Drawing the batches is not counted.
+* engine: the package's step, with drawing, checks and the log.
+* one pass: the same with `training.one_pass: on`.
+
+The time is CPU time of the process. Each repetition runs all steps, in rotating order. It takes a
+few minutes on one core. Latents and conditions are random, so that nothing is generated; the time
+of a step does not depend on them. It writes floor.json and the table of README.md:
+
+    python -m benchmarks.floor --state "one of two cores, the other one busy"
+
+Stable Diffusion 1.4's architecture has random weights and images of 64, 128 or 256 pixels. All
+weights of it need more than 24 GB, since three optimizers have their states at once:
+
+    python -m benchmarks.floor --models sd14-64 --trained cross-attention --batches 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from concept_eraser.data.batches import Examples
+from concept_eraser.erasers.denoiser import Denoiser, DenoiserObjective
+from concept_eraser.losses.denoiser import DenoiserDraw
+from concept_eraser.methods.munba import Munba
+from concept_eraser.models.base import Condition, Model
+from concept_eraser.models.families.sd import StableDiffusion
+from concept_eraser.models.loading import load
+from concept_eraser.models.lora import Adapter, layers_of
+from concept_eraser.recipes.selections import select
+from concept_eraser.storage.writers import write_text
+from concept_eraser.tiny import published
+from concept_eraser.training.engine import Engine, Schedule
+from concept_eraser.training.log import Log
+from concept_eraser.utils import provenance
+from concept_eraser.utils.provenance import derive_seed
+
+HERE = Path(__file__).parent
+FILE, PAGE = HERE / "floor.json", HERE / "README.md"
+BEGIN, END = "<!-- floor -->", "<!-- /floor -->"
+PIXELS = {"tiny": 64, "sd14-64": 64, "sd14-128": 128, "sd14-256": 256}
+TRAINED: dict[str, tuple[str, int | None]] = {  # -> the selection, and the rank of a LoRA
+    "cross-attention": ("cross_attention", None),
+    "all weights": ("all", None),
+    "LoRA, rank 64": ("all", 64),
+}
+STEPS = ("floor", "engine", "one pass")
+LEFT_OUT = 2  # first repetitions, which allocate memory and choose kernels
+OBJECTIVES = {"retain": "distill", "forget": "anchor"}
+LR = 1e-5
+
+
+def build(name: str) -> Model:
+    """Return the bundled model, or Stable Diffusion 1.4's architecture with random weights."""
+    if name == "tiny":
+        return load("tiny-sd")
+    torch.manual_seed(0)
+    pipeline = published.MADE["sd14"][1]()
+    pipeline.unet.register_to_config(sample_size=PIXELS[name] // pipeline.vae_scale_factor)
+    return StableDiffusion(pipeline, name)
+
+
+def examples(model: Model, n: int, seed: int) -> Examples:
+    """Return n examples of random latents, conditions and anchors."""
+    generator = torch.Generator().manual_seed(seed)
+    null = model.null()
+
+    def condition() -> Condition:
+        return Condition(
+            {
+                name: torch.randn((n, *value.shape[1:]), generator=generator)
+                for name, value in null.tensors.items()
+            }
+        )
+
+    return Examples(
+        torch.randn((n, *model.latent_shape()), generator=generator),
+        condition(),
+        rows=torch.arange(n),
+        anchors=condition(),
+        anchor_rows=torch.arange(n),
+        null=null,
+    )
+
+
+@dataclass
+class Floor:
+    """The hand-written step. `student` and its parameters are those of the eraser."""
+
+    student: Any
+    teacher: Any
+    params: list[Tensor]
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.Adam(self.params, lr=LR)
+
+    def gradient(self, draw: DenoiserDraw, condition: Condition) -> tuple[Tensor, ...]:
+        """Return the gradient of the squared distance to the teacher's prediction."""
+        with torch.no_grad():
+            target = self.teacher(
+                draw.noisy, draw.t, encoder_hidden_states=condition.tensors["states"]
+            ).sample
+        prediction = self.student(
+            draw.noisy, draw.t, encoder_hidden_states=draw.condition.tensors["states"]
+        ).sample
+        loss = torch.nn.functional.mse_loss(prediction, target)
+        return torch.autograd.grad(loss, self.params)
+
+    def step(self, draws: Mapping[str, DenoiserDraw]) -> None:
+        """Take one step of MUNBa (arXiv 2411.15537, Eqs. 6-8) for two objectives."""
+        forget, retain = draws["forget"], draws["retain"]
+        assert forget.anchor is not None
+        first = self.gradient(retain, retain.condition)
+        second = self.gradient(forget, forget.anchor)
+        squares = torch.zeros(3, dtype=torch.float64)
+        for a, b in zip(first, second, strict=True):
+            a, b = a.double().flatten(), b.double().flatten()
+            squares += torch.stack([a @ a, b @ b, a @ b])
+        lengths = squares[:2].sqrt()
+        slack = (1 + squares[2] / lengths.prod()).clamp(min=1e-6).sqrt()
+        scales = (1 / (lengths * slack)).tolist()
+        for parameter, a, b in zip(self.params, first, second, strict=True):
+            parameter.grad = (a * scales[0]).add_(b, alpha=scales[1])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def steps_of(
+    model: Model, trained: str, batch: int, folder: Path
+) -> tuple[Denoiser, dict[str, Callable[[int], None]]]:
+    """Return an eraser, and the three steps that train its parameters."""
+    selection, rank = TRAINED[trained]
+    teacher = copy.deepcopy(model.denoiser)
+    names = select([name for name, _ in model.denoiser.named_parameters()], selection)
+    adapter = None
+    if rank is not None:
+        layers = layers_of(model.denoiser, names, conv=True)
+        adapter = Adapter(model.denoiser, layers, rank=rank, alpha=rank, seed=0)
+    objectives = {
+        name: DenoiserObjective(examples(model, 4 * batch, seed), loss)
+        for seed, (name, loss) in enumerate(OBJECTIVES.items())
+    }
+    eraser = Denoiser(model, objectives, adapter.tensors if adapter else names, adapter=adapter)
+    floor = Floor(eraser.module, teacher, list(eraser.trainable().values()))
+    runs: dict[str, Callable[[int], None]] = {"floor": lambda step: None}
+    modes: dict[str, Literal["on", "off"]] = {"engine": "off", "one pass": "on"}
+    for name, mode in modes.items():
+        run_folder = folder / mode
+        run_folder.mkdir()
+        engine = Engine(
+            eraser,
+            Munba(),
+            Schedule(steps=1, batch_size=batch, lr=LR, one_pass=mode),
+            run_folder,
+            Accelerator(cpu=True),
+        )
+        log = Log(run_folder / "log.jsonl", keep=0)
+        runs[name] = lambda step, engine=engine, log=log: engine.do_step(step, log)  # type: ignore[misc]
+
+    draws: dict[str, DenoiserDraw] = {}
+
+    def draw(step: int) -> None:
+        """Draw the engine's batches for the floor, which is not counted."""
+        draws.update(
+            {
+                name: eraser.draw(name, [derive_seed(0, step, name, e) for e in range(batch)])
+                for name in OBJECTIVES
+            }
+        )
+
+    runs["drawing"] = draw
+    runs["floor"] = lambda step: floor.step(draws)
+    return eraser, runs
+
+
+def measure(name: str, trained: str, batch: int, repetitions: int) -> dict[str, Any]:
+    """Return the CPU seconds of each step: median, and the ratio to the floor.
+
+    The ratio is the median of the ratios within a repetition, with its smallest and largest value.
+    """
+    model = build(name)
+    seconds: dict[str, list[float]] = {step: [] for step in STEPS}
+    with tempfile.TemporaryDirectory() as folder:
+        eraser, runs = steps_of(model, trained, batch, Path(folder))
+        for repetition in range(LEFT_OUT + repetitions):
+            turn = repetition % len(STEPS)
+            runs["drawing"](repetition)
+            for step in (*STEPS[turn:], *STEPS[:turn]):
+                began = time.process_time()
+                runs[step](repetition)
+                if repetition >= LEFT_OUT:
+                    seconds[step].append(time.process_time() - began)
+    ratios = {
+        step: [a / b for a, b in zip(seconds[step], seconds["floor"], strict=True)]
+        for step in STEPS[1:]
+    }
+    return {
+        "model": name,
+        "trained": trained,
+        "batch": batch,
+        "parameters": sum(parameter.numel() for parameter in eraser.trainable().values()),
+        "n": repetitions,
+        "commit": provenance.commit(),
+        "cpu_seconds": {step: round(statistics.median(some), 4) for step, some in seconds.items()},
+        "ratio": {
+            step: [round(x, 3) for x in (statistics.median(some), min(some), max(some))]
+            for step, some in ratios.items()
+        },
+    }
+
+
+def table(content: dict[str, Any]) -> str:
+    """Return the table: CPU seconds of the floor, and the ratios of the other steps to it."""
+    lines = [
+        "| Model | Trained | Batch | Floor, CPU s | Engine / floor | One pass / floor | n |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in content["rows"]:
+        ratios = " | ".join(
+            "{:.2f} [{:.2f}, {:.2f}]".format(*row["ratio"][step]) for step in STEPS[1:]
+        )
+        model = "tiny-sd" if row["model"] == "tiny" else "Stable Diffusion 1.4"
+        lines.append(
+            f"| {model}, {PIXELS[row['model']]} px | {row['trained']} | {row['batch']} | "
+            f"{row['cpu_seconds']['floor']:.3f} | {ratios} | {row['n']} |"
+        )
+    where = content["environment"]
+    note = (
+        f"torch {where['versions']['torch']}, {where['threads']} thread of {where['cpu_count']} "
+        f"cores; state of the machine: {content['state']}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def render(page: str, content: dict[str, Any]) -> str:
+    before, _, remainder = page.partition(BEGIN)
+    return before + BEGIN + "\n" + table(content) + "\n" + END + remainder.partition(END)[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="compare a training step with a plain loop")
+    parser.add_argument("--models", nargs="*", default=["tiny"], choices=list(PIXELS))
+    parser.add_argument("--trained", nargs="*", default=list(TRAINED), choices=list(TRAINED))
+    parser.add_argument("--batches", nargs="*", type=int, default=[16, 4])
+    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--state", default="not stated", help="what else runs on the machine")
+    parser.add_argument("--output", type=Path, default=FILE)
+    parser.add_argument("--render", action="store_true", help="only the table, from floor.json")
+    arguments = parser.parse_args()
+    output: Path = arguments.output
+    rows = json.loads(output.read_text())["rows"] if output.exists() else []
+    for name in arguments.models if not arguments.render else ():
+        for trained in arguments.trained:
+            for batch in arguments.batches:
+                row = measure(name, trained, batch, arguments.repetitions)
+                print(row, flush=True)
+                key = (name, trained, batch)
+                rows = [r for r in rows if (r["model"], r["trained"], r["batch"]) != key] + [row]
+                content = {
+                    "environment": provenance.describe(),
+                    "state": arguments.state,
+                    "rows": rows,
+                }
+                write_text(output, json.dumps(content, indent=1) + "\n", overwrite=True)
+    if output == FILE and FILE.exists():
+        PAGE.write_text(render(PAGE.read_text(), json.loads(FILE.read_text())))
+
+
+if __name__ == "__main__":
+    main()

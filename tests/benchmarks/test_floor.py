@@ -1,0 +1,66 @@
+"""The benchmark of the training step: the plain loop takes the engine's step, and the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import floor
+
+
+@pytest.mark.parametrize("trained", ["cross-attention", "LoRA, rank 64"])
+def test_the_plain_loop_takes_the_step_of_the_engine(trained: str, tmp_path: Path) -> None:
+    """All three steps change the parameters in the same way, from the same values."""
+    eraser, runs = floor.steps_of(floor.build("tiny"), trained, 1, tmp_path)
+    params = list(eraser.trainable().values())
+    generator = torch.Generator().manual_seed(0)
+    start = [
+        value.detach() + 0.02 * torch.randn(value.shape, generator=generator) for value in params
+    ]
+    changes: dict[str, torch.Tensor] = {}
+    for step in floor.STEPS:
+        with torch.no_grad():
+            for parameter, value in zip(params, start, strict=True):
+                parameter.copy_(value)
+        runs["drawing"](0)
+        runs[step](0)
+        changes[step] = torch.cat(
+            [(p.detach() - s).flatten() for p, s in zip(params, start, strict=True)]
+        )
+    for step in floor.STEPS:
+        change = changes[step]
+        # Adam's first step has the size of the learning rate, in the direction of the sign
+        assert float(change.abs().median()) == pytest.approx(floor.LR, rel=0.01)
+        same = (change.sign() == changes["floor"].sign()).float().mean()
+        assert float(same) > 0.999, step
+
+
+def test_a_row_has_the_times_and_ratios(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "floor.json"
+    command = "floor --trained cross-attention --batches 1 --repetitions 3 --state idle --output"
+    monkeypatch.setattr(sys, "argv", [*command.split(), str(output)])
+    floor.main()
+    content = json.loads(output.read_text())
+    (row,) = content["rows"]
+    assert row["cpu_seconds"].keys() == set(floor.STEPS)
+    assert min(row["cpu_seconds"].values()) > 0
+    for step in ("engine", "one pass"):
+        median, smallest, largest = row["ratio"][step]
+        assert 0 < smallest <= median <= largest
+    assert f"| cross-attention | 1 | {row['cpu_seconds']['floor']:.3f} |" in floor.table(content)
+    assert "state of the machine: idle" in floor.table(content)
+
+
+def test_the_page_shows_the_measurements_as_they_are() -> None:
+    page, content = floor.PAGE.read_text(), json.loads(floor.FILE.read_text())
+    assert floor.render(page, content) == page
+    ours: list[dict[str, Any]] = [row for row in content["rows"] if row["model"] == "tiny"]
+    assert {row["trained"] for row in ours} == set(floor.TRAINED)
+    assert all(row["n"] >= 7 for row in content["rows"])
