@@ -65,7 +65,7 @@ def generate_image(source: Any, base: Any = None) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def pipe() -> Any:
     """The pipeline of plain diffusers, shared by tests that unload their adapters."""
-    return plain()
+    return plain(FOLDER)
 
 
 def in_diffusers(path: Path, to: str, pipe: Any = None) -> torch.Tensor:
@@ -77,7 +77,7 @@ def in_diffusers(path: Path, to: str, pipe: Any = None) -> torch.Tensor:
     elif to == "single-file":
         pipe = StableDiffusionPipeline.from_single_file(str(path), config=str(FOLDER))
     elif to == "tensors":
-        pipe = plain()
+        pipe = plain(FOLDER)
         assert not pipe.unet.load_state_dict(load_file(path), strict=False).unexpected_keys
     else:
         pipe.load_lora_weights(str(path.parent), weight_name=path.name)
@@ -242,7 +242,7 @@ def test_a_lora_that_would_be_wrong_is_refused(runs, tmp_path: Path) -> None:
         match=r"of rank 1 leaves 0\.\d+ of the change, more than --max-error 0.2; rank \d+ leaves",
     ):
         formats.export(runs["weights"], "lora", rank=1, output=tmp_path / "a.safetensors")
-    pipe = plain()
+    pipe = plain(FOLDER)
     with torch.no_grad():
         pipe.unet.conv_norm_out.weight += 1
     pipe.save_pretrained(tmp_path / "norms")

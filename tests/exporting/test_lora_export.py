@@ -22,10 +22,12 @@ from concept_eraser.models import lora_files, lora_metadata
 from concept_eraser.models.lora import Factors
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.targets.adapter import add_adapter
+from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
 from tests.models.test_lora import one_step_recipe, plain
 
 RANK, ALPHA = 6, 3.0
+FOLDER = resources.tiny_weights() / "tiny-sd"
 LAYERS = (
     "mid_block.attentions.0.transformer_blocks.0.attn2.to_k",
     "mid_block.attentions.0.transformer_blocks.0.ff.net.2",
@@ -135,7 +137,7 @@ def test_the_same_change_comes_out_of_each_file(
     lora_files.save(shared_tiny, [factors], kohya, kohya=True)
     assert {float(v) for k, v in load_file(kohya).items() if k.endswith("alpha")} == {ALPHA}
     by_formula = kohya_changes(kohya)
-    pipe = plain()
+    pipe = plain(FOLDER)
     for file in (lora, kohya):
         read = changes_in(shared_tiny, file)
         pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name="x")

@@ -18,10 +18,12 @@ from concept_eraser import UserError
 from concept_eraser.cli.main import app
 from concept_eraser.exporting import merge
 from concept_eraser.models.loading import load
+from concept_eraser.utils import resources
 from tests.conftest import short
 from tests.models.test_lora import apart, rendered_image
-from tests.models.test_lora import plain as original_pipeline
+from tests.models.test_lora import plain as pipeline_of
 
+FOLDER = resources.tiny_weights() / "tiny-sd"
 KINDS: dict[str, dict[str, Any]] = {
     "star": {"training__lr": 2e-3},
     "moon": {
@@ -48,17 +50,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def plain(folder: Path | None = None) -> Any:
+def plain(folder: Path = FOLDER) -> Any:
     """A folder, or the bundled pipeline, as plain diffusers loads it."""
-    from diffusers import StableDiffusionPipeline
-
-    if folder is None:
-        return original_pipeline()
-    pipe = StableDiffusionPipeline.from_pretrained(
-        folder, safety_checker=None, feature_extractor=None
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return pipeline_of(folder)
 
 
 @pytest.fixture(scope="module")

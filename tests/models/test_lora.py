@@ -30,12 +30,12 @@ def one_step_recipe(**changes: Any) -> dict[str, Any]:
     return short(**{"trainable": LORA, "training__steps": 1, "training__lr": 0.05, **changes})
 
 
-def plain() -> Any:
-    """The recipe's pipeline as plain diffusers loads it."""
+def plain(folder: str | Path) -> Any:
+    """A pipeline as plain diffusers loads it."""
     from diffusers import StableDiffusionPipeline
 
     pipe = StableDiffusionPipeline.from_pretrained(
-        small_sd(), safety_checker=None, feature_extractor=None
+        folder, safety_checker=None, feature_extractor=None
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(torch.float32)
@@ -68,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> concept_eraser.Run:
 def test_plain_diffusers_with_the_lora_generates_the_images_of_the_merged_pipeline(run) -> None:
     image = run.load().sample(["a red star"], **SAMPLING)[0]
     assert torch.equal(concept_eraser.load(run.folder).sample(["a red star"], **SAMPLING)[0], image)
-    pipe = plain()
+    pipe = plain(small_sd())
     before = rendered_image(pipe)
     pipe.load_lora_weights(str(run.folder / "lora"), adapter_name="erase")
     assert apart(rendered_image(pipe), image) <= 1
@@ -146,7 +146,7 @@ def test_other_settings(change: dict, tmp_path: Path, shared_small) -> None:
         (recipe[parents[0]] if parents else recipe)[last] = value
     result = concept_eraser.erase(recipe, output=tmp_path / "run")
     image = result.load().sample(["a red star"], **SAMPLING)[0]
-    pipe = plain()
+    pipe = plain(small_sd())
     pipe.load_lora_weights(str(result.folder / "lora"))
     assert apart(rendered_image(pipe), image) <= 1
     assert apart(shared_small.sample(["a red star"], **SAMPLING)[0], image) > 1
