@@ -183,7 +183,8 @@ def learning_rate(run: Mapping[str, Any]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return a value as the text of a table cell."""
+    """Return a value as the text of a table cell. The mean of one seed has no deviation, None."""
     if isinstance(value, list):
-        return "[" + ", ".join(cell(v) for v in value) + "]"
+        numbers = [cell(v) for v in value if v is not None]
+        return numbers[0] if len(numbers) == 1 else "[" + ", ".join(numbers) + "]"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
