@@ -380,6 +380,11 @@ class Part:
                 for name, value in statistics.items():
                     setattr(norm, name, value)
 
+    @property
+    def module_in_use(self) -> nn.Module:
+        """The layers that predict now. They may be others than `module`, with the same tensors."""
+        return self.module
+
     @contextmanager
     def weights_of(self, teacher: Teacher) -> Iterator[Mapping[str, Tensor] | None]:
         """Yield the values with which the module is a teacher, None for its present ones.
@@ -392,7 +397,7 @@ class Part:
         elif self.adapter is None:
             yield self.originals
         else:
-            with self.adapter.disabled():
+            with self.adapter.disabled(self.module_in_use):
                 yield None
 
     def ask(

@@ -245,6 +245,12 @@ class Denoiser(Part):
         )
 
     @property
+    def module_in_use(self) -> nn.Module:
+        """The model's denoiser. With training.shard: weights it is a second tree of layers."""
+        denoiser: nn.Module = self.model.denoiser
+        return denoiser
+
+    @property
     def positions(self) -> int:
         """The positions of one example's latents, height x width."""
         _channels, height, width = self.model.latent_shape()

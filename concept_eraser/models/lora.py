@@ -148,18 +148,22 @@ class Adapter:
         }
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self, module: nn.Module) -> Iterator[None]:
         """Leave the LoRA out of the forward pass inside the context.
 
         The module then is the one without it. Its layers stay in place, and need gradients as
         before.
+
+        module: the module in use, which may be another tree of layers around the same tensors
+            (training.shard: weights).
         """
+        layers: list[Any] = [module.get_submodule(name) for name in self.layers]
         try:
-            for layer in self.layers.values():
+            for layer in layers:
                 layer._disable_adapters = True  # peft's own switch would change requires_grad
             yield
         finally:
-            for layer in self.layers.values():
+            for layer in layers:
                 layer._disable_adapters = False
 
     def remove(self) -> None:
