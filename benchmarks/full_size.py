@@ -21,8 +21,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,20 +217,20 @@ def steps(place: Place) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the steps by name, in their order."""
     lora = "LoRA on all layers"
     return {
-        "libraries alone": lambda: measure([sys.executable, "-c", LIBRARIES], place.folder),
-        "make the checkpoint": lambda: make_checkpoint(place),
-        **{f"dry run: {job}": lambda job=job: dry_run(place, job) for job in JOBS},  # type: ignore[misc]
-        f"erase: {lora}": lambda: erase(place, lora),
-        "generate two images": lambda: generate(place),
-        "export to kohya": lambda: export(place, "kohya"),
-        "export to single file": lambda: export(place, "single-file"),
-        "load in plain diffusers": lambda: compare(place),
-        "erase: cross-attention": lambda: erase(place, "cross-attention"),
-        "erase: all weights": lambda: erase(place, "all weights"),
+        "libraries alone": partial(measure, [sys.executable, "-c", LIBRARIES], place.folder),
+        "make the checkpoint": partial(make_checkpoint, place),
+        **{f"dry run: {job}": partial(dry_run, place, job) for job in JOBS},
+        f"erase: {lora}": partial(erase, place, lora),
+        "generate two images": partial(generate, place),
+        "export to kohya": partial(export, place, "kohya"),
+        "export to single file": partial(export, place, "single-file"),
+        "load in plain diffusers": partial(compare, place),
+        "erase: cross-attention": partial(erase, place, "cross-attention"),
+        "erase: all weights": partial(erase, place, "all weights"),
     }
 
 
-def run(place: Place, output: Path, names: Mapping[str, Any] | list[str]) -> None:
+def run(place: Place, output: Path, names: Collection[str]) -> None:
     """Make the steps that the JSON file does not have yet."""
     content = json.loads(output.read_text()) if output.exists() else {"rows": []}
     content["environment"] = provenance.describe()

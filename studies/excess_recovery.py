@@ -164,23 +164,21 @@ def run(
     The controls are attacked first. One erasure follows the other.
     """
     results = Results(STUDY)
+
+    def attack_with_all(case: Case, name: str, victim: Model, about: Content) -> None:
+        for one in attacks:
+            key = attack_key(case.name, name, one)
+            whole = {**about, "attack": one}
+            attack(results, study, case, key, victim=victim, about=whole, work=work)
+            report(key)
+
     for name in concepts:
         case = load_case(study, name)
         for number, control in enumerate(case.controls, 1):
-            about: Content = {"concept": name, "kind": "control", "model": f"control_{number}"}
+            model_name = f"control_{number}"
+            about: Content = {"concept": name, "kind": "control", "model": model_name}
             about |= {"label": "never learned", "record": dict(control.record)}
-            for one in attacks:
-                key = attack_key(name, f"control_{number}", one)
-                attack(
-                    results,
-                    study,
-                    case,
-                    key,
-                    victim=control.model,
-                    about={**about, "attack": one},
-                    work=work,
-                )
-                report(key)
+            attack_with_all(case, model_name, control.model, about)
         for seed in seeds:
             for entry in entries:
                 if seed not in study["entries"][entry].get("seeds", seeds):
@@ -191,18 +189,7 @@ def run(
                 key = model_key(name, entry, seed)
                 evaluate(results, case, key, model=model, about=about)
                 report(key)
-                for one in attacks:
-                    key = attack_key(name, f"{entry}_seed{seed}", one)
-                    attack(
-                        results,
-                        study,
-                        case,
-                        key,
-                        victim=model,
-                        about={**about, "attack": one},
-                        work=work,
-                    )
-                    report(key)
+                attack_with_all(case, f"{entry}_seed{seed}", model, about)
 
 
 def main() -> None:

@@ -48,7 +48,10 @@ def batch(
     ] = 1,
     measure: Annotated[
         bool,
-        typer.Option("--evaluate/--no-evaluate", help="evaluate each erased concept afterwards"),
+        typer.Option(
+            "--evaluate/--no-evaluate",
+            help="evaluate each concept afterwards; a row with a recipe is not evaluated",
+        ),
     ] = True,
     summary: Annotated[
         bool, typer.Option("--summary", help="erase nothing, only write summary.csv")
@@ -57,8 +60,8 @@ def batch(
     """Erase many concepts from a table, each into a run folder of its own.
 
     The same command continues where it stopped: finished rows are not repeated, and an interrupted
-    training resumes. A row that fails does not stop the others. `summary.csv` has the state and the
-    numbers of every row.
+    training resumes. A row that fails does not stop the others. `summary.csv` has the state of
+    every row, and the numbers of those that were evaluated.
 
     [bold]Examples[/bold]
 

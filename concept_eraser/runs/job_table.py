@@ -32,7 +32,7 @@ from concept_eraser.utils.errors import Interrupted, UserError, names_text, quot
 COLUMNS = ("name", "concept", "recipe", "kind", "anchor", "model")
 STATUS, SUMMARY = "status", "summary.csv"
 INTERRUPTED = 130  # the exit code after Ctrl-C
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_NAME = re.compile(r"\w[\w.-]*")
 _SUMMARY_COLUMNS = (
     "name",
     "state",
@@ -92,7 +92,8 @@ def read(path: Path, model: str | None = None) -> list[TableJob]:
 
     The columns are those of `COLUMNS`, and settings with a dot in their names, such as
     `training.seed`. Each row has a `concept` (several are joined by `;` and erased together) or a
-    `recipe`. The other columns may be empty or missing.
+    `recipe`. The other columns may be empty or missing. A row without a `name` has that of its
+    concepts, as in `erase`, or of its recipe.
 
     Args:
         path: The file.
@@ -143,8 +144,14 @@ def _job(values: Mapping[str, str], place: str, model: str | None) -> TableJob:
             "one of the columns concept and recipe"
         )
     text = values[sources[0]]
-    names = [part.strip() for part in text.split(";")] if sources == ["concept"] else [text]
-    name = values.get("name") or re.sub(r"[^\w.-]+", "_", Path(text).stem).strip("_.")
+    if sources == ["concept"]:
+        from concept_eraser.concepts.plan import slug  # it imports torch
+
+        names = [part.strip() for part in text.split(";")]
+        usual_name = "_".join(map(slug, names))[:80]
+    else:
+        names, usual_name = [text], Path(text).stem
+    name = values.get("name", usual_name)
     if not _NAME.fullmatch(name) or name in (STATUS, SUMMARY):
         raise UserError(
             f"{place}: found the name {quote(name)}; expected letters, digits and ._-, to name a "
@@ -299,7 +306,7 @@ def environments(count: int) -> list[dict[str, str]]:
     gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     if torch.cuda.is_available() and gpus:
         return [{"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} for i in range(count)]
-    threads = max(1, len(os.sched_getaffinity(0)) // count)
+    threads = max(1, torch.get_num_threads() // count)
     return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}] * count
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from studies.rendering.common import table
 from studies.result_tables import ROOT
 
 FILE = ROOT / "benchmarks" / "gpu.json"
@@ -28,7 +29,7 @@ def page(content: dict[str, Any]) -> str:
     for family in dict.fromkeys(row["family"] for row in content["rows"]):
         rows = [row for row in content["rows"] if row["family"] == family]
         batches = sorted({row["batch"] for row in rows})
-        lines = [["job", *(f"batch {batch}" for batch in batches)], ["---"] * (len(batches) + 1)]
+        lines = [["job", *(f"batch {batch}" for batch in batches)]]
         for job in dict.fromkeys(row["job"] for row in rows):
             rows_by_batch = {row["batch"]: row for row in rows if row["job"] == job}
             lines.append(
@@ -40,8 +41,7 @@ def page(content: dict[str, Any]) -> str:
                     ),
                 ]
             )
-        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        parts.append(f"## {family}, {rows[0]['pixels']} x {rows[0]['pixels']}\n\n{table}")
+        parts.append(f"{_title(rows)}\n\n{table(lines)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -69,7 +69,6 @@ def full_size_page(content: dict[str, Any]) -> str:
         rows = [row for row in content["rows"] if row["family"] == family]
         libraries = next((r["memory_mb"] for r in rows if r["step"] == "libraries alone"), 0)
         lines = [["step", "seconds", "peak memory, MB", "above the libraries", "estimate", "disk"]]
-        lines.append(["---"] * len(lines[0]))
         plans = {r["step"].removeprefix("dry run: "): r for r in rows if "disk_estimate_mb" in r}
         for row in rows:
             memory = row.get("memory_mb")
@@ -84,13 +83,16 @@ def full_size_page(content: dict[str, Any]) -> str:
                     _disk(row, plan),
                 ]
             )
-        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
         differences = [row["differences"] for row in rows if "differences" in row]
         text = ", ".join(f"{name} {value}" for one in differences for name, value in one.items())
         if text:
             text = f"\n\nLargest difference from the image with the run's LoRA, of 255: {text}."
-        parts.append(f"## {family}, {rows[0]['pixels']} x {rows[0]['pixels']}\n\n{table}{text}")
+        parts.append(f"{_title(rows)}\n\n{table(lines)}{text}")
     return "\n\n".join(parts) + "\n"
+
+
+def _title(rows: list[dict[str, Any]]) -> str:
+    return f"## {rows[0]['family']}, {rows[0]['pixels']} x {rows[0]['pixels']}"
 
 
 def _disk(row: dict[str, Any], plan: dict[str, Any] | None) -> str:

@@ -28,12 +28,14 @@ def test_a_row_is_a_command(tmp_path: Path) -> None:
         "concept,name,recipe,kind,anchor,model,training.seed\n"
         "Van Gogh,,,style,,,1\n"
         '"star; moon",both,,,"a circle",other,\n'
-        ",,recipes/mine.yaml,,,,\n",
+        ",,recipes/mine.yaml,,,,\n"
+        "Dr. Who;梵高,,,,,,\n",
     )
     assert job_table.read(path, "./sd") == [
-        TableJob("Van_Gogh", ("Van Gogh", "training.seed=1", "--kind", "style", "--model", "./sd")),
+        TableJob("van_gogh", ("Van Gogh", "training.seed=1", "--kind", "style", "--model", "./sd")),
         TableJob("both", ("star", "moon", "--anchor", "a circle", "--model", "other")),
         TableJob("mine", ("recipes/mine.yaml", "--model", "./sd")),
+        TableJob("dr_who_梵高", ("Dr. Who", "梵高", "--model", "./sd")),
     ]
     assert job_table.read(path)[2].words == ("recipes/mine.yaml",)
 
@@ -146,7 +148,7 @@ def test_the_summary_has_a_row_for_each_evaluation(tmp_path: Path) -> None:
 
 def test_local_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(job_table.os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 6)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert job_table.environments(2) == [{"OMP_NUM_THREADS": "3"}] * 2
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -382,10 +382,11 @@ def test_auto_uses_one_pass_where_a_gain_was_measured(erasers: Mapping[str, Deno
     """The bundled model has 16 x 16 positions."""
 
     def largest(selection: str, **settings: Any) -> int:
-        sizes = [n for n in range(6) if one_pass.choose(
-            erasers[selection], Setting("auto", batch_size=n, **settings)
-        )]  # fmt: skip
-        return max(sizes, default=0)
+        eraser = erasers[selection]
+        choices = {
+            n: one_pass.choose(eraser, Setting("auto", batch_size=n, **settings)) for n in range(6)
+        }
+        return max((n for n, choice in choices.items() if choice), default=0)
 
     assert [largest(selection) for selection in SELECTIONS] == [4, 1, 4]
     assert largest("LoRA", uses_all=False) == 0
