@@ -38,7 +38,8 @@ ROOT = Path(__file__).parent.parent
 
 # --- names that may change ------------------------------------------------------------------------
 
-WEIGHTS, LOG, DONE = "weights.safetensors", "log.jsonl", "done.json"
+LOG, DONE = "log.jsonl", "done.json"
+WEIGHTS = ("weights.safetensors", "lora/pytorch_lora_weights.safetensors")  # a run has one of them
 NOT_RECORDED = {  # keys of logs and results whose values depend on the machine or the clock
     "seconds",
     "cpu_seconds",
@@ -284,7 +285,10 @@ def weights_hash(path: Path) -> str:
 
 def run_values(folder: Path) -> Values:
     """Return the hash of a run's weights, the numbers of its first ten steps and of its end."""
-    values: Values = [("weights", weights_hash(folder / WEIGHTS))]
+    path = next((folder / name for name in WEIGHTS if (folder / name).exists()), None)
+    if path is None:
+        raise FileNotFoundError(f"{folder} has none of {', '.join(WEIGHTS)}")
+    values: Values = [("weights", weights_hash(path))]
     if (folder / LOG).exists():
         rows = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
         values += values_of(rows[:10], "log")
@@ -458,6 +462,8 @@ PARTS: dict[str, Callable[[Path], Iterator[Entry]]] = {
     "quickstart": quickstart,
 }
 
+ERROR = "error"  # the path in place of the values of an entry that could not be computed
+
 # --- records --------------------------------------------------------------------------------------
 
 
@@ -481,7 +487,7 @@ def computed(parts: list[str], only: str) -> Iterator[tuple[str, Values]]:
                     values, error = compute(), ""
                 except Exception as raised:  # the other entries are still worth their time
                     error = f"  {type(raised).__name__}: {raised}"
-                    values = [("error", error)]
+                    values = [(ERROR, error)]
                 print(f"{time.monotonic() - began:6.1f} s  {name}{error}", flush=True)
                 yield name, values
 
@@ -510,11 +516,18 @@ def difference(old: Values, new: Values) -> str:
     return f"had {len(before)} values, has {len(after)}"
 
 
+def is_error(values: Values) -> bool:
+    """Whether an entry could not be computed."""
+    return any(path == ERROR for path, _ in values)
+
+
 def compare(old: dict[str, Values], new: Iterable[tuple[str, Values]]) -> int:
     """Print every entry that differs. Return how many of `old` do or are missing."""
     failed, missing = 0, dict(old)
     for name, values in new:
         text = difference(missing.pop(name), values) if name in old else "is new"
+        if is_error(values):  # equal errors are no equal numbers
+            text = values[0][1].strip()
         failed += text not in ("", "reordered", "is new")
         if text:
             print(f"    {text}", flush=True)
@@ -543,11 +556,15 @@ def main() -> int:
             compare({k: recorded["entries"][k] for k in names if arguments.only in k}, new) > 0
         )
     entries = json.loads(arguments.file.read_text())["entries"] if arguments.file.exists() else {}
+    failed = 0
     for name, values in new:
+        failed += is_error(values)
         entries[name] = values
         content = {"machine": machine(), "entries": entries}
         arguments.file.write_text(json.dumps(content, indent=1) + "\n")
-    return 0
+    if failed:
+        print(f"{failed} entries could not be computed")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

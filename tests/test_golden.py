@@ -36,6 +36,13 @@ def test_missing_entries_fail_and_new_ones_do_not(capsys) -> None:
     assert "a is missing" in capsys.readouterr().out
 
 
+def test_an_entry_that_could_not_be_computed_fails(capsys) -> None:
+    """Also where it could not be computed before: equal errors are no equal numbers."""
+    values: golden.Values = [(golden.ERROR, "  FileNotFoundError: weights")]
+    assert golden.compare({"a": values}, [("a", values)]) == 1
+    assert "FileNotFoundError" in capsys.readouterr().out
+
+
 def test_only_the_tables_of_a_page_count() -> None:
     text = "In 2024\n\n| method | concept rate |\n| --- | --- |\n| MUNBa | 0.2 [-0.1, 1e-3] |\n"
     assert golden.page_values(text) == [("numbers", "0.2 -0.1 1e-3")]
