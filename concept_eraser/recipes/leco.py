@@ -38,6 +38,7 @@ from concept_eraser.utils.errors import UserError, mistakes_message, names_text,
 SAMPLER_STEPS = 20  # of x_t without images (erasers/denoiser.py)
 _SINGLE_FILES = (".ckpt", ".safetensors")
 _SIZED = ("sdxl", "sd3", "flux")  # families whose images have any size
+_TRANSFORMERS = ("sd3", "flux", "dit")  # families without a UNet, which LECO does not know
 
 # of regular expressions for names of a UNet's tensors
 _ANYWHERE, _MIDDLE = r"^(down_blocks|mid_block|up_blocks)\.", r"^mid_block\."
@@ -71,6 +72,14 @@ class _Draft:
     content: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
+
+    @property
+    def family(self) -> str | None:
+        """The family of the model; None if its name does not tell."""
+        from concept_eraser.recipes.defaults import family_of
+
+        model = self.changes.get("model", self.content.get("model", "tiny-sd"))
+        return family_of(model) if isinstance(model, str) else None
 
     def is_set(self, path: str) -> bool:
         """Whether an override sets a key, or the section that it is in."""
@@ -154,8 +163,6 @@ def _model(draft: _Draft, config: LecoConfig | None, entries: Sequence[LecoEntry
 
 def _size(draft: _Draft, entries: Sequence[LecoEntry]) -> None:
     """Map the resolution, where the family has images of any size."""
-    from concept_eraser.recipes.defaults import family_of
-
     if any(entry.dynamic_resolution for entry in entries):
         draft.warnings.append("dynamic_resolution: not done, all latents have one size")
     if any(entry.dynamic_crops for entry in entries):
@@ -164,10 +171,9 @@ def _size(draft: _Draft, entries: Sequence[LecoEntry]) -> None:
         return
     sizes = {str(entry.resolution): entry.resolution for entry in entries}
     size = next(iter(sizes.values()))
-    model = draft.changes.get("model", draft.content.get("model", "tiny-sd"))
     if draft.is_set("model_options.size"):
         return
-    is_sized = isinstance(model, str) and family_of(model) in _SIZED
+    is_sized = draft.family in _SIZED
     if is_sized and len(sizes) == 1 and isinstance(size, int):
         draft.content["model_options"] = {"size": size}
     elif is_sized:
@@ -343,9 +349,18 @@ def _network(draft: _Draft, network: LecoNetwork, entries: Sequence[LecoEntry]) 
             f"multiplier: {strength:g} goes into alpha, so strength 1 of this LoRA is strength "
             f"{strength:g} of the one that the other program writes"
         )
+    method, family = network.training_method, draft.family
+    select = selection(network.type, method)
+    if family in _TRANSFORMERS:
+        select = "blocks" if method == "full" else select
+        if select.startswith("re:") and not draft.is_set("trainable.select"):
+            draft.mistakes.append(
+                f"network.training_method: {method} is for a UNet, found the family {family}; give "
+                "--select, e.g. blocks or self_attention"
+            )
     alpha = network.alpha or float(network.rank)
     draft.content["trainable"] = {
-        "select": selection(network.type, network.training_method),
+        "select": select,
         "lora": {"rank": network.rank, "alpha": alpha * strength, "conv": True},
     }
 
