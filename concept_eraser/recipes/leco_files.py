@@ -141,6 +141,8 @@ class SliderTarget(LecoSettings):
 
 
 class LecoModel(Strict):
+    """LECO's section `pretrained_model`."""
+
     name_or_path: str
     v2: bool = False
     v_pred: bool = False
@@ -148,6 +150,8 @@ class LecoModel(Strict):
 
 
 class LecoNetwork(Strict):
+    """LECO's section `network`, with the training methods of rohitgandikota/sliders."""
+
     type: Literal["lierla", "c3lier"] = "lierla"
     rank: Annotated[int, Field(ge=1, le=RANK)] = 4
     alpha: Annotated[float, Field(ge=0, le=FACTOR)] = 1.0  # 0 stands for the rank
@@ -164,6 +168,8 @@ class LecoNetwork(Strict):
 
 
 class LecoTraining(Strict):
+    """LECO's section `train`."""
+
     precision: LecoPrecision = "bfloat16"
     noise_scheduler: Literal["ddim", "ddpm", "lms", "euler_a"] = "ddim"
     iterations: Annotated[int, Field(ge=1, le=TRAINING_STEPS)] = 500
@@ -176,6 +182,8 @@ class LecoTraining(Strict):
 
 
 class LecoSaving(Strict):
+    """LECO's section `save`."""
+
     name: str = "untitled"
     path: str = "./output"
     per_steps: Annotated[int, Field(ge=1, le=TRAINING_STEPS)] = 200
@@ -183,11 +191,15 @@ class LecoSaving(Strict):
 
 
 class LecoLogging(Strict):
+    """LECO's section `logging`."""
+
     use_wandb: bool = False
     verbose: bool = False
 
 
 class LecoOther(Strict):
+    """LECO's section `other`."""
+
     use_xformers: bool = False
 
 

@@ -121,18 +121,23 @@ def test_a_file_with_weights_is_read_by_diffusers(tmp_path: Path, shared_tiny: A
     source = tmp_path / "both.safetensors"
     lora_files.save(shared_tiny, [ones(shared_tiny, "denoiser", [MIDDLE, FIRST])], source)
 
-    def export(name: str, *weights: str) -> Path:
-        file = tmp_path / name / "lora.safetensors"
-        command = ["export", str(source), "--to", "kohya", "--before", "tiny-sd"]
-        result = CliRunner().invoke(app, [*command, "-o", str(file), *weights])
-        assert result.exit_code == 0, result.output
-        return file
-
     names, _ = lora_blocks.CONVENTIONS["sd"]
+    bytes_of = [
+        formats.export(
+            source,
+            "kohya",
+            before=shared_tiny,
+            block_weights=weights,
+            output=folder / "x.safetensors",
+        ).path.read_bytes()
+        for folder, weights in ((tmp_path / "ones", [1.0] * 17), (tmp_path / "without", []))
+    ]
+    assert bytes_of[0] == bytes_of[1]
     values = [{"M00": "0.5", "IN01": "0"}.get(name, "1") for name in names]
-    same = export("same", "--block-weights", ",".join(["1"] * 17))
-    assert same.read_bytes() == export("without").read_bytes()
-    half = export("half", "--block-weights", ",".join(values))
+    half = tmp_path / "half" / "x.safetensors"
+    command = ["export", str(source), "--to", "kohya", "--before", "tiny-sd", "-o", str(half)]
+    result = CliRunner().invoke(app, [*command, "--block-weights", ",".join(values)])
+    assert result.exit_code == 0, result.output
     assert not any("resnets" in name for name in load_file(half))
     with safe_open(half, "pt") as content:
         assert content.metadata()["block_weights"] == ",".join(values)

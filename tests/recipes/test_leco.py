@@ -273,6 +273,27 @@ def test_training_settings_that_cannot_be_expressed(tmp_path: Path) -> None:
         assert {key: training[key] for key in keys if key in training} == expected
 
 
+def test_other_families(tmp_path: Path) -> None:
+    """SDXL has images of any size. A transformer has no layers of LECO's names."""
+    write(tmp_path, [{"target": "a", "resolution": 768}])
+    for family, method, select in (
+        ("StableDiffusionXLPipeline", "xattn", "cross_attention"),
+        ("FluxPipeline", "full", "blocks"),
+    ):
+        model = tmp_path / family
+        model.mkdir()
+        write(model, f'{{"_class_name": "{family}"}}', "model_index.json")
+        content = {"prompts_file": "prompts.yaml", "pretrained_model": {"name_or_path": str(model)}}
+        path = write(tmp_path, {**content, "network": {"training_method": method}}, "config.yaml")
+        recipe = leco.load(path).content
+        assert recipe["model_options"] == {"size": 768}
+        assert recipe["trainable"]["select"] == select
+    path = write(tmp_path, {**content, "network": {"training_method": "noxattn"}}, "config.yaml")
+    with pytest.raises(UserError, match="noxattn is for a UNet, found the family flux"):
+        leco.load(path)
+    assert leco.load(path, ["trainable.select=blocks"]).content["model"] == str(model)
+
+
 CLASSES = {
     "lierla": ["Transformer2DModel"],
     "c3lier": ["Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Upsample2D"],
