@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    from tests import shared_tokenizers  # imports torch, which reads the variables above
+    # imports torch, which reads the variables above
+    from tests import shared_drawing, shared_tokenizers  # noqa: F401
 
     shared_tokenizers.share(is_shared=not item.nodeid.startswith("tests/demo/"))
 

@@ -57,6 +57,7 @@ LIBRARIES = [
     "concept_eraser.evaluation.metrics.accuracy",
     "concept_eraser.evaluation.metrics.clip_score",
     "concept_eraser.evaluation.metrics.concept_rate",
+    "tests.shared_drawing",
     "tests.shared_tokenizers",
     "tests.warm_up",
 ]

@@ -4,8 +4,8 @@ It saves each of them half a second. With several OpenMP threads nothing is load
 process in which they have worked would wait for them for ever.
 
 What is the same in every command is read once: the names of the plug-ins, the usual prompt sets,
-and the options of the commands. The tokenizer is also read as runs write it, with the padding of
-its last use.
+and the options of the commands. The figure of a short log is drawn. The tokenizer is also read as
+runs write it, with the padding of its last use.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import typer.main
 from concept_eraser import registry
 from concept_eraser.cli.application import app
 from concept_eraser.data import prompts
+from tests import shared_drawing
 
 PROMPT_SETS = (
     "general",
@@ -36,6 +37,7 @@ for prompt_set in PROMPT_SETS:
     prompts.load(prompt_set)
 typer.main.get_params_from_function = functools.cache(typer.main.get_params_from_function)
 typer.main.get_command(app)
+shared_drawing.draw_first()
 if os.environ.get("OMP_NUM_THREADS") == "1":
     from concept_eraser.models.loading import load
 

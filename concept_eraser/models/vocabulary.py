@@ -155,33 +155,44 @@ class Words:
         Parts have at least three letters.
         """
         parts = name.lower().split()
-        texts = [
-            text.strip().lower()
-            for text in self.tokenizer.batch_decode([[i] for i in range(self.size)])
-        ]
+        texts = [text.strip().lower() for text in self._vocabulary.texts]
         return torch.tensor([any(p in t or (len(t) > 2 and t in p) for p in parts) for t in texts])
 
     @property
     def usable(self) -> Tensor:
         """Return [size] bool: tokens whose text, tokenised again, is that token alone.
 
-        This takes seconds, so models with the same tokenizer share it. Do not change it in place.
+        Models with the same tokenizer share this tensor. Do not change it in place.
         """
-        known = _usable.get(self.tokenizer)
-        if known is None or len(known) != self.size:  # a tokenizer can get further tokens
-            known = _usable[self.tokenizer] = self._find_usable()
+        return self._vocabulary.usable
+
+    @property
+    def _vocabulary(self) -> Vocabulary:
+        known = _vocabularies.get(self.tokenizer)
+        if known is None or len(known.texts) != self.size:  # a tokenizer can get further tokens
+            known = _vocabularies[self.tokenizer] = find_vocabulary(self.tokenizer)
         return known
 
-    def _find_usable(self) -> Tensor:
-        special = set(self.tokenizer.all_special_ids)
-        texts = [self.tokenizer.decode([i]) for i in range(self.size)]
-        new_ids = self.tokenizer(texts, add_special_tokens=False).input_ids
-        return torch.tensor(
-            [i not in special and list(ids) == [i] for i, ids in enumerate(new_ids)]
-        )
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The texts of a tokenizer's tokens, and [size] bool: those that are the token again."""
+
+    texts: Sequence[str]
+    usable: Tensor
 
 
-_usable: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by tokenizer
+# by tokenizer, because to find one takes seconds
+_vocabularies: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
+
+
+def find_vocabulary(tokenizer: Any) -> Vocabulary:
+    """Decode each token of a tokenizer, and tokenise the texts again."""
+    texts = [str(tokenizer.decode([i])) for i in range(len(tokenizer))]
+    special = set(tokenizer.all_special_ids)
+    new_ids = tokenizer(texts, add_special_tokens=False).input_ids
+    usable = [i not in special and list(ids) == [i] for i, ids in enumerate(new_ids)]
+    return Vocabulary(texts, torch.tensor(usable))
 
 
 def _cuts(length: int, k: int, where: Where) -> list[int]:

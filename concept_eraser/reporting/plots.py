@@ -107,8 +107,10 @@ def conflict(rows: Sequence[dict[str, Any]]) -> bytes | None:
         for r in rows
         if r.get("cosine") is not None and {"retain", "forget"} <= r.get("norms", {}).keys()
     ]
-    if len(two_gradient_rows) < 2:
-        return None
+    return _draw_conflict(two_gradient_rows) if len(two_gradient_rows) >= 2 else None
+
+
+def _draw_conflict(two_gradient_rows: Sequence[dict[str, Any]]) -> bytes:
     figure, axes = _training_figure(3)
     cosines = [r["cosine"] for r in two_gradient_rows]
     axes[0].hist(cosines, bins=30, histtype="stepfilled", color=_SECOND)

@@ -731,12 +731,14 @@ def _jsonl(seed: int) -> bytes:
 
 def _log(content: bytes, folder: Path) -> None:
     from concept_eraser.reporting import plots, write
+    from tests import shared_drawing
 
     run = _run_folder(folder, "log.jsonl", content)
     rows = write._facts(run).log
     if len(content) % 16 == 0:  # a figure takes a third of a second
         answers(lambda: plots.curves(rows))
-        answers(lambda: plots.conflict(rows))
+        with shared_drawing.each_drawn():
+            answers(lambda: plots.conflict(rows))
 
 
 TARGETS: dict[str, RunTarget] = {

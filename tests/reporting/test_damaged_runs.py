@@ -15,6 +15,7 @@ import pytest
 from concept_eraser.exporting import hub, model_card
 from concept_eraser.reporting import compare, run_results, write
 from concept_eraser.utils.errors import UserError
+from tests import shared_drawing
 from tests.campaigns import targets_runs
 from tests.campaigns.targets_runs import ATTACK, DONE_FILE, ENVIRONMENT, EVALUATION, LOG
 
@@ -141,6 +142,17 @@ def test_a_binary_log_gives_no_figure(tmp_path: Path, log: bytes) -> None:
     rows = write._facts(run_with(tmp_path, "log.jsonl", log)).log
     plots.curves(rows)
     assert plots.conflict(rows) is None
+
+
+def test_two_logs_have_two_figures() -> None:
+    from concept_eraser.reporting import plots
+
+    norms = {"retain": 1.0, "forget": 2.0}
+    logs = [[{"cosine": c, "norms": norms, "weights": norms}] * 2 for c in (-0.5, 0.5)]
+    with shared_drawing.each_drawn():
+        figures = [plots.conflict(rows) for rows in logs]
+    assert all(figure and figure.startswith(b"\x89PNG") for figure in figures)
+    assert figures[0] != figures[1]
 
 
 def test_a_valid_log_is_read(tmp_path: Path) -> None:
