@@ -43,7 +43,7 @@ BLOCK = 512  # bytes: the allocator of CUDA rounds to it
 # --- counts ---------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class Counts:
     """What happened on the device.
 
@@ -87,15 +87,12 @@ _peak = 0
 @contextmanager
 def count(*, places: bool = False) -> Iterator[Counts]:
     """Count what happens on the device inside the context."""
-    global _peak
-    _peak = _occupied
-    counts = Counts(notes_places=places)
+    counts = Counts(peak_bytes=_occupied, notes_places=places)
     _counts.append(counts)
     try:
         yield counts
     finally:
         _counts.remove(counts)
-        counts.peak_bytes = _peak
 
 
 def occupied() -> int:
@@ -111,6 +108,8 @@ class _Block:
         self.size = -(-size // BLOCK) * BLOCK
         _occupied += self.size
         _peak = max(_peak, _occupied)
+        for counts in _counts:
+            counts.peak_bytes = max(counts.peak_bytes, _occupied)
 
     def __del__(self) -> None:
         global _occupied
@@ -232,8 +231,8 @@ def _wrapped(result: Any, known: dict[int, RehearsalTensor]) -> Any:
         own = known.get(id(result))
         if own is None:
             return RehearsalTensor(result)
-        if own.shape != result.shape:
-            raise NotImplementedError("the rehearsal device changes no shape in place")
+        if own.shape != result.shape or own.stride() != result.stride():  # such as unsqueeze_
+            own.data = RehearsalTensor(result)
         return own
     if isinstance(result, list | tuple):
         return type(result)(_wrapped(one, known) for one in result)
@@ -570,6 +569,10 @@ def register() -> None:
     library = torch.library.Library("aten", "IMPL")
     for name in FACTORIES:
         library.impl(name, _factory(name), "PrivateUse1")
+    # the forward mode of automatic differentiation uses it
+    library.impl(
+        "_efficientzerotensor", lambda size, **_: torch.zeros(size, device=NAME), "PrivateUse1"
+    )
     # torch.tensor(..., device=...) copies in this way
     library.impl("_copy_from", lambda source, to, wait=0: _copy(to, source, wait), "PrivateUse1")
     library.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")

@@ -73,6 +73,40 @@ def test_what_may_be_on_the_cpu(device: torch.device) -> None:
         there.numpy()
 
 
+def test_a_graph_of_a_graph(device: torch.device) -> None:
+    """Second derivatives, with operators that change a shape in place."""
+    network, products = small_network(), []
+    x = torch.ones(2, 3, 8, 8)
+    for where in ("cpu", device):
+        network.to(where)
+        params = list(network.parameters())
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = network(x.to(where)).square().mean()
+            first = torch.autograd.grad(loss, params, create_graph=True)
+            slope = torch.stack([gradient.sum() for gradient in first]).sum()
+            products.append([part.cpu() for part in torch.autograd.grad(slope, params)])
+    for one, other in zip(*products, strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+class Mixing(torch.autograd.Function):
+    """Its backward pass adds a tensor of the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> torch.Tensor:
+        return slope + torch.ones(slope.shape)
+
+
+def test_two_devices_in_the_backward_pass(device: torch.device) -> None:
+    there = torch.ones(3, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"aten::add.* same device"):
+        torch.autograd.grad(Mixing.apply(there).sum(), [there])
+
+
 def test_counts(device: torch.device) -> None:
     with count(places=True) as counts:
         there = torch.zeros(10, 10).to(device)
