@@ -44,14 +44,14 @@ class Case:
         suite: Its suite of the test split.
         original: The model before the erasures.
         controls: Models that never learned the concept.
-        folders: The folders of the controls.
+        sources: The names or folders of the controls.
     """
 
     name: str
     suite: suites.Suite
     original: Model
     controls: Sequence[NeverLearned]
-    folders: Sequence[Path]
+    sources: Sequence[str]
 
 
 def load_case(study: Mapping[str, Any], name: str) -> Case:
@@ -65,12 +65,12 @@ def load_case(study: Mapping[str, Any], name: str) -> Case:
     suite = suites.load(concept["suite"])
     original = api.load(study.get("model", "tiny-sd"))
     texts = [text for group in suite.groups for text in suites.group_prompts(suite, group).texts]
-    folders = [Path(folder) for folder in concept["controls"]]
-    controls = [NeverLearned(api.load(str(folder)), read_record(folder)) for folder in folders]
+    sources: Sequence[str] = concept["controls"]
+    controls = [NeverLearned(api.load(source), read_record(source)) for source in sources]
     for control in controls:
         control.require_comparable(original, suite.concept, texts)
     onto_gpu(original, *(control.model for control in controls))
-    return Case(name, suite, original=original, controls=controls, folders=folders)
+    return Case(name, suite, original=original, controls=controls, sources=sources)
 
 
 def train(study: Mapping[str, Any], case: Case, entry: str, *, seed: int, work: Path) -> Model:
@@ -100,9 +100,7 @@ def evaluate(results: Results, case: Case, key: str, *, model: Model, about: Con
     }
     if _is_done(results, key, settings):
         return
-    evaluation = api.evaluate(
-        model, case.suite, before=case.original, control=[str(folder) for folder in case.folders]
-    )
+    evaluation = api.evaluate(model, case.suite, before=case.original, control=list(case.sources))
     content = {"evaluation": evaluation.as_dict(), "settings": settings}
     results[key] = {**about, **content, "environment": provenance.describe()}
 

@@ -149,6 +149,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "loss npo": {"forget": {"loss": "npo", "beta": 100}},
     "loss relabel": {"forget": {"loss": "relabel"}},
     "loss resteer": {"forget": {"loss": "resteer"}},
+    "loss slider": {"forget": {"loss": "slider", "mixture": {"": 1, "a red circle": 2, "a": -2}}},
     "noised anchor": {"forget": {"noised": "anchor"}},
     "teacher current": {"forget": {"teacher": "current"}},
     "empty prompts": {"forget": {"empty_prompts": 0.5}},

@@ -5,6 +5,7 @@ never sees training.
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -126,12 +127,19 @@ FOREIGN = {  # only these may import the heavy libraries
 FILES = sorted(ROOT.rglob("*.py"))
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return the nodes of a file's syntax tree. A file is parsed once in a process."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Every module a file imports, anywhere in it, as dotted names (also `from x import y` as
     x.y).
     """
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -147,17 +155,21 @@ def is_covered(name: str, rules: set[str]) -> bool:
     return any(name == rule or name.startswith(rule + ".") for rule in rules)
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
-def test_imports_within_the_package(path: Path) -> None:
-    name = module(path)
-    if name == "__init__":
-        return
-    rules = IMPORT_RULES[name.split(".")[0]] | SINGLE_RULES.get(name, set())
-    own = {
-        i.removeprefix("concept_eraser.") for i in imports(path) if i.startswith("concept_eraser.")
-    }
-    wrong = {i for i in own if not is_covered(i, rules)}
-    assert not wrong, f"{name} imports {wrong}; allowed: {rules}"
+def test_imports_within_the_package() -> None:
+    faults = []
+    for path in FILES:
+        name = module(path)
+        if name == "__init__":
+            continue
+        rules = IMPORT_RULES[name.split(".")[0]] | SINGLE_RULES.get(name, set())
+        own = {
+            i.removeprefix("concept_eraser.")
+            for i in imports(path)
+            if i.startswith("concept_eraser.")
+        }
+        if wrong := {i for i in own if not is_covered(i, rules)}:
+            faults.append(f"{name} imports {wrong}; allowed: {rules}")
+    assert not faults, "\n".join(faults)
 
 
 def imported_files(path: Path) -> set[Path]:
@@ -191,19 +203,21 @@ def test_class_names_occur_once() -> None:
     """One concept, one class name: no two classes of the package are called the same."""
     places: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module(path))
     duplicates = {name: modules for name, modules in places.items() if len(modules) > 1}
     assert not duplicates, f"give each of these classes a name of its own: {duplicates}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module)
-def test_heavy_libraries_stay_where_they_belong(path: Path) -> None:
-    for name in imports(path):
-        library = name.split(".")[0]
-        if library in FOREIGN:
-            assert is_covered(module(path), FOREIGN[library]), f"{module(path)} imports {library}"
+def test_heavy_libraries_stay_where_they_belong() -> None:
+    faults = [
+        f"{module(path)} imports {library}"
+        for path in FILES
+        for library in {name.split(".")[0] for name in imports(path)} & FOREIGN.keys()
+        if not is_covered(module(path), FOREIGN[library])
+    ]
+    assert not faults, "\n".join(faults)
 
 
 def test_methods_know_torch_and_vectors_only() -> None:
@@ -251,7 +265,7 @@ def test_no_print_and_no_notebook_of_asserts_in_the_library() -> None:
     for path in FILES:
         if path.relative_to(ROOT).parts[0] in ("cli", "tiny"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             assert not (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"), (
                 f"{path} prints"
             )
@@ -273,7 +287,7 @@ def test_long_calls_name_their_arguments(folder: Path) -> None:
     calls = [
         f"{path.relative_to(ROOT.parent)}:{node.lineno}: {_dotted_name(node.func)}"
         for path in sorted(folder.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call)
         and sum(not isinstance(argument, ast.Starred) for argument in node.args) > 4
         and _dotted_name(node.func) not in POSITIONAL_CALLS
@@ -334,19 +348,23 @@ def _opens_to_write(node: ast.Call) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if p.relative_to(ROOT).parts[0] not in WRITERS], ids=module
-)
-def test_nothing_else_writes(path: Path) -> None:
+def test_nothing_else_writes() -> None:
+    others = [path for path in FILES if path.relative_to(ROOT).parts[0] not in WRITERS]
+    faults = [fault for path in others for fault in writing_calls(path)]
+    assert not faults, "use concept_eraser.storage.writers:\n" + "\n".join(faults)
+
+
+def writing_calls(path: Path) -> list[str]:
+    """Return the calls of a file that write, each with its line."""
     writers = {
         alias.asname or alias.name
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom)
         and (node.module or "").startswith("concept_eraser.storage")
         for alias in node.names
     }
     calls = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if not isinstance(node, ast.Call):
             continue
         direct = isinstance(node.func, ast.Name)
@@ -357,10 +375,8 @@ def test_nothing_else_writes(path: Path) -> None:
         if _opens_to_write(node) or (
             name in WRITING_CALLS and not is_writer and (module(path), name) not in EXCEPTIONS
         ):
-            calls.append(f"{name} in line {node.lineno}")
-    assert not calls, (
-        f"{module(path)} writes by itself ({', '.join(calls)}); use concept_eraser.storage.writers"
-    )
+            calls.append(f"{module(path)}: {name} in line {node.lineno}")
+    return calls
 
 
 # Which parts may parse files. Each kind of file has one guarded reader.
@@ -414,14 +430,16 @@ def _dotted_name(node: ast.expr) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in FILES if p.relative_to(ROOT).parts[0] not in ("storage", "tiny")],
-    ids=module,
-)
-def test_nothing_else_parses_files(path: Path) -> None:
+def test_nothing_else_parses_files() -> None:
+    others = [path for path in FILES if path.relative_to(ROOT).parts[0] not in ("storage", "tiny")]
+    faults = [fault for path in others for fault in parsing_calls(path)]
+    assert not faults, "use concept_eraser.storage.readers:\n" + "\n".join(faults)
+
+
+def parsing_calls(path: Path) -> list[str]:
+    """Return the calls of a file that parse files, each with its line."""
     calls = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if not isinstance(node, ast.Call):
             continue
         name = _dotted_name(node.func)
@@ -433,16 +451,11 @@ def test_nothing_else_parses_files(path: Path) -> None:
             for n in ast.walk(a)
         )
         if reads or (name in PARSERS and (module(path), name) not in READERS):
-            calls.append(f"{name} in line {node.lineno}")
-        weights_only = [
-            k
+            calls.append(f"{module(path)}: {name} in line {node.lineno}")
+        has_weights_only = any(
+            k.arg == "weights_only" and getattr(k.value, "value", None) is True
             for k in node.keywords
-            if k.arg == "weights_only" and getattr(k.value, "value", None) is True
-        ]
-        assert name != "torch.load" or weights_only, (
-            f"{module(path)} reads a pickle with code in it"
         )
-    assert not calls, (
-        f"{module(path)} parses files by itself ({', '.join(calls)}); use "
-        "concept_eraser.storage.readers"
-    )
+        if name == "torch.load" and not has_weights_only:
+            calls.append(f"{module(path)}: a pickle with code in it in line {node.lineno}")
+    return calls

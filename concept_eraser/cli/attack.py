@@ -154,8 +154,7 @@ def attack(
       concept-eraser attack runs/tiny_star_munba --cascade random_tokens,unlearn_diff,soft_prompt
       --set soft_prompt.steps=1000 -n 48
 
-      concept-eraser attack runs/tiny_star_munba -a soft_prompt
-      --control runs/tiny-controls/without-star-seed0
+      concept-eraser attack runs/heart -a soft_prompt --control tiny-sd-without-heart
     """
     from concept_eraser import api
     from concept_eraser.cli.progress_bars import bars

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from concept_eraser.cli import erase_concepts
+from concept_eraser.cli import erase_concepts, erase_leco
 from concept_eraser.cli.bounds import finite
 from concept_eraser.cli.erase_concepts import ConceptRequest
 from concept_eraser.cli.next_step import loading_call, with_next_step
@@ -19,7 +19,8 @@ _EXAMPLES = """Erase a concept and write a run folder.
 
 Give the concept itself: prompts, anchor concept and retain set are chosen and written down. Several
 concepts are erased together. Or give a RECIPE: a name from `concept-eraser list recipes`, or a YAML
-file. Or describe the job by flags. Any setting can be changed by key.path=value.
+file. Or describe the job by flags, or by a configuration of LECO or of a slider. Any setting can be
+changed by key.path=value.
 
 [bold]Examples[/bold]
 
@@ -41,6 +42,8 @@ file. Or describe the job by flags. Any setting can be changed by key.path=value
 
   concept-eraser erase --forget tiny_star --anchor shape=circle --forget tiny_moon \
 --anchor shape=cross --retain tiny_five_rest
+
+  concept-eraser erase --leco prompts.yaml --model ./my-sd15
 
   concept-eraser erase tiny_star_munba --resume      (continue after Ctrl-C or a crash)
 """
@@ -112,6 +115,15 @@ def erase(
             help=(
                 "anchor concept, generated instead: 'a person', 'a {color} circle', or "
                 "shape=circle; for several concepts one for all, or one each"
+            )
+        ),
+    ] = None,
+    leco: Annotated[
+        Optional[Path],
+        typer.Option(
+            help=(
+                "a configuration of LECO or of a slider: prompts.yaml, config.yaml, or "
+                "prompts.toml of sd-scripts"
             )
         ),
     ] = None,
@@ -237,6 +249,26 @@ def erase(
         f"{_FLAGS[key]}={_quote(value)}" for key, value in flags.items() if value is not None
     ]
     settings += [item for item in items or [] if item not in names]
+    if leco is not None:
+        flag_values = {"--forget": forget, "--anchor": anchor, "--kind": kind, "--images": images}
+        others = [*names, *(flag for flag, value in flag_values.items() if value)]
+        if model or base:
+            settings = [f"model={_quote(_on_base(model, base))}", *settings]
+        recipe = erase_leco.recipe_of(leco, settings, others)
+        run(
+            recipe.content,
+            settings,
+            output=output,
+            resume=resume,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            allow_pickle=allow_pickle,
+            quiet=quiet,
+            two_steps=two_steps,
+            allow_code=allow_code or bool(model),
+            name=recipe.name,
+        )
+        return
     if concepts := erase_concepts.concepts_among(names):
         if forget:
             raise UserError(
@@ -362,6 +394,7 @@ def run(
     two_steps: bool | None = None,
     *,
     allow_code: bool = False,
+    name: str | None = None,
 ) -> None:
     """Resolve and check a recipe, train, and print the run folder and the next command."""
     from concept_eraser.cli import dry_run as dry_run_report
@@ -370,7 +403,8 @@ def run(
     from concept_eraser.utils import distributed
 
     recipe_content = recipes.load(recipe, overrides)
-    folder = output or Path("runs") / _default_name(recipe, overrides, recipe_content)
+    default_name = _default_name(recipe, overrides, recipe_content)
+    folder = output or Path("runs") / (f"{name}-{default_name}" if name else default_name)
     if dry_run and not distributed.alone():
         raise UserError("a dry run is made by one process; run it without `accelerate launch`")
     if dry_run:

@@ -107,8 +107,7 @@ def evaluate(
 
       concept-eraser evaluate somebodys_lora.safetensors --before tiny-sd --suite tiny_star
 
-      concept-eraser evaluate runs/tiny_star_munba
-      --control runs/tiny-controls/without-star-seed0
+      concept-eraser evaluate runs/heart --control tiny-sd-without-heart
     """
     from concept_eraser import api
     from concept_eraser.reporting.write import is_labelled

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from concept_eraser.cli.bounds import finite
+from concept_eraser.cli.bounds import finite, weights_of
 from concept_eraser.utils import limits
 
 
@@ -69,6 +69,15 @@ def export(
     dtype: Annotated[
         str, typer.Option(help="numbers of a LoRA file: fp32, fp16, bf16, or fp8 (only kohya)")
     ] = "fp32",
+    block_weights: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "with --to kohya: factors of the UNet's blocks, with commas, as in LoRA Block "
+                "Weight: 17 or 26 for Stable Diffusion 1 and 2, 12 or 20 for XL"
+            )
+        ),
+    ] = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="load pickled weights (they can execute code)")
     ] = False,
@@ -88,6 +97,9 @@ def export(
 
       concept-eraser export runs/star --to kohya --rank 32 --dtype fp16
 
+      concept-eraser export runs/xattn --to kohya --block-weights \
+      1,1,1,1,1,1,1,1,0,0,0,0,0,0,0,0,0      (17: BASE, IN01, IN02, IN04, ...)
+
       concept-eraser export runs/mine --to diffusers --strength 0.5 -o half
 
       concept-eraser export model.safetensors --before ./stable-diffusion-v1-5 --to diffusers -o
@@ -104,6 +116,7 @@ def export(
         rank=rank,
         max_error=max_error,
         dtype=dtype,
+        block_weights=weights_of(block_weights, "--block-weights") or (),
         allow_pickle=allow_pickle,
     )
     if result.rank is None:

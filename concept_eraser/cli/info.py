@@ -93,14 +93,10 @@ def _entries(kind: str) -> list[tuple[str, str]]:
             for name in resources.names(_DATA[kind])
         ]
     if kind == "models":
-        bundled_names = [
-            (
-                "tiny-sd",
-                "the bundled model of ten shapes, 64x64, trained from scratch for this package",
-            )
-        ]
+        from concept_eraser.storage.base_model import BUNDLED_MODELS
+
         return [
-            *bundled_names,
+            *BUNDLED_MODELS.items(),
             ("<folder | hub id>", "a Stable Diffusion 1.x or 2.x pipeline in diffusers format"),
         ]
     if kind == "presets":

@@ -7,8 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from concept_eraser.utils import limits
-from concept_eraser.utils.errors import UserError
+from concept_eraser.cli.bounds import weights_of
 
 
 def merge(
@@ -47,16 +46,7 @@ def merge(
 
       concept-eraser evaluate runs/both --suite tiny_star
     """
-    try:
-        factors = (
-            [limits.number(part, -limits.PORTION, limits.PORTION) for part in weights.split(",")]
-            if weights
-            else None
-        )
-    except ValueError as error:
-        raise UserError(
-            f"cannot read --weights: {error}; write numbers with commas between them, e.g. 1,0.5"
-        ) from None
+    factors = weights_of(weights, "--weights")
     from concept_eraser import api
 
     result = api.merge(

@@ -26,6 +26,7 @@ class Batch:
     anchor: Condition | None
     null: Condition
     positions: Tensor | None = None
+    mixture: tuple[tuple[float, Condition], ...] = ()
 
     def __len__(self) -> int:
         return len(self.condition)
@@ -46,6 +47,8 @@ class Examples:
         positions: [n, tokens] bool, which tokens of each prompt stand for the concept, if a loss
             needs that.
         empty: The share of examples with the empty prompt in place of prompt and anchor.
+        mixture: For the loss slider: a factor, the conditions of the distinct prompts that it
+            multiplies, and each example's position in them, [n].
     """
 
     latents: Tensor | None
@@ -56,6 +59,7 @@ class Examples:
     null: Condition
     positions: Tensor | None = None
     empty: float = 0.0
+    mixture: tuple[tuple[float, Condition, Tensor], ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -77,7 +81,13 @@ class Examples:
         null = self.null.repeat(len(index)).to(device)
         positions = None if self.positions is None else self.positions[index].to(device)
         condition = _or_nothing(self.condition[self.rows[index]], self.null, blank).to(device)
-        return Batch(latents, condition, anchor=anchor, null=null, positions=positions)
+        mixture = tuple(
+            (factor, conditions[rows[index]].to(device))
+            for factor, conditions, rows in self.mixture
+        )
+        return Batch(
+            latents, condition, anchor=anchor, null=null, positions=positions, mixture=mixture
+        )
 
 
 def make_examples(
@@ -86,12 +96,23 @@ def make_examples(
     *,
     latents: Tensor | None,
     anchors: Sequence[str] | None = None,
+    mixture: Sequence[tuple[float, Sequence[str]]] = (),
 ) -> Examples:
-    """Encode the prompts (and anchors) of some examples; `latents[i]` belongs to `prompts[i]`."""
+    """Encode the prompts of some examples; `latents[i]` belongs to `prompts[i]`.
+
+    anchors: The anchor of each example. mixture: For the loss slider, factors and the prompts of
+    each example that they multiply.
+    """
     condition, rows = _encode_once(model, prompts)
     anchor, anchor_rows = (None, None) if anchors is None else _encode_once(model, anchors)
     return Examples(
-        latents, condition, rows=rows, anchors=anchor, anchor_rows=anchor_rows, null=model.null()
+        latents,
+        condition,
+        rows=rows,
+        anchors=anchor,
+        anchor_rows=anchor_rows,
+        null=model.null(),
+        mixture=tuple((factor, *_encode_once(model, texts)) for factor, texts in mixture),
     )
 
 

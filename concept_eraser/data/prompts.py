@@ -6,6 +6,7 @@ A set is a YAML file (or a plain text file with one prompt per line):
     prompts:                      # rows: a text, or a mapping with `text` and any further fields
       - a photo of a tench
       - {text: a photo of a cassette player, class: cassette player}
+      - {text: ""}                # the empty prompt, which only this form gives
     expand:                       # and / or the product of templates and fields
       templates: ["a {style} {color} star", "{color} star"]
       color: [red, blue]
@@ -439,7 +440,7 @@ def _row(item: Any) -> Prompt:
         return item
     entry = {"text": item} if isinstance(item, str) else item
     text = entry.get("text") if isinstance(entry, dict) else None
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str) or not (text.strip() or item == {"text": ""}):
         raise ValueError(f"expected a prompt or a mapping with `text`, found {quote(item)}")
     if wrong := templates.text_problem(text):
         raise ValueError(f"the text {quote(text)} {wrong}")

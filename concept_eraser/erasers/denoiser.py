@@ -92,6 +92,11 @@ class Denoiser(Part):
                     f"{name}: the loss {objective.loss!r} needs images, so it cannot be "
                     f"data-free; data-free losses: {', '.join(image_free_losses)}"
                 )
+            if objective.loss == "slider" and not objective.examples.mixture:
+                raise UserError(
+                    f"{name}: the loss 'slider' needs a mixture, the prompts and factors of its "
+                    "target"
+                )
             if objective.loss == "resteer" and not model.attention_layers():
                 raise UserError(
                     f"{name}: the loss 'resteer' needs a UNet's cross-attention with the "
@@ -129,6 +134,7 @@ class Denoiser(Part):
             null=batch.null,
             target=target,
             positions=batch.positions,
+            mixture=batch.mixture,
         )
 
     def _draw_free(
@@ -170,6 +176,7 @@ class Denoiser(Part):
             null=batch.null,
             target=None,
             positions=batch.positions,
+            mixture=batch.mixture,
         )
 
     def predict(
@@ -294,9 +301,14 @@ class Denoiser(Part):
         for name, draw in draws.items():
             objective = self.objective_by_name[self.objective_of(name)]
             wanted = find(LOSSES, objective.loss).teacher_conditions(objective.settings)
-            conditions = {"own": draw.condition, "anchor": draw.anchor, "null": draw.null}
+            conditions = {
+                "own": [draw.condition],
+                "anchor": [] if draw.anchor is None else [draw.anchor],
+                "null": [draw.null],
+                "mixture": [condition for _, condition in draw.mixture],
+            }
             requests.setdefault(objective.settings.teacher, []).extend(
-                (name, condition) for kind in wanted if (condition := conditions[kind]) is not None
+                (name, condition) for kind in wanted for condition in conditions[kind]
             )
         answers: dict[str, Answers] = {name: {} for name in draws}
         for teacher, some in requests.items():

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from concept_eraser.models.base import Model
+from concept_eraser.storage.base_model import CONTROLS
 from concept_eraser.storage.readers import read_json
+from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
 
 RECORD = "control.json"
@@ -98,10 +100,15 @@ class RetrainingGap:
 def read_record(source: object) -> dict[str, Any]:
     """Return what `control.json` in a model's folder states, or {} if there is none.
 
+    source: a model as `load` takes it. A bundled control is named.
+
     Raises UserError for a damaged file.
     """
-    path = Path(source) / RECORD if isinstance(source, str | Path) else None
-    if path is None or not path.is_file():
+    if not isinstance(source, str | Path):
+        return {}
+    name = str(source)
+    path = (resources.tiny_control(name) if name in CONTROLS else Path(name)) / RECORD
+    if not path.is_file():
         return {}
     content = read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("without", {}), dict):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def export(
     rank: int | None = None,
     max_error: float = 0.2,
     dtype: str = "fp32",
+    block_weights: Sequence[float] = (),
     allow_pickle: bool = False,
 ) -> ExportResult:
     """Write an erasure in another format.
@@ -82,13 +84,17 @@ def export(
             keeps the largest singular values of each layer.
         max_error: the largest relative error of a LoRA by its rank.
         dtype: the numbers of a LoRA file: fp32, fp16, bf16 or fp8 (e4m3, only for kohya).
+        block_weights: for kohya, a factor for each block of the UNet in the convention of LoRA
+            Block Weight: 17 or 26 numbers for Stable Diffusion 1 and 2, 12 or 20 for XL. The layers
+            of blocks of weight 0 are left out.
         allow_pickle: also load weights stored as pickles, which can execute code.
 
     Returns:
         The path, and the rank and errors of a LoRA.
 
     Raises:
-        UserError: the two models do not match, or the error of the LoRA is above `max_error`.
+        UserError: the two models do not match, the error of the LoRA is above `max_error`, or the
+            block weights are not those of the family.
 
     Example:
         >>> import concept_eraser
@@ -101,6 +107,10 @@ def export(
     if dtype != "fp32" and to not in _NAMINGS:
         raise UserError(
             f"--dtype is for LoRA files (--to lora or kohya), found --to {to}; leave it out"
+        )
+    if block_weights and to != "kohya":
+        raise UserError(
+            f"--block-weights is for a LoRA in kohya's naming (--to kohya), found --to {to}"
         )
     place = _place(Path(source), to, output)
     base = before if before is not None else _base_of(Path(source))
@@ -129,7 +139,12 @@ def export(
         )
     if to in _NAMINGS:
         request = LoraRequest(
-            _NAMINGS[to], strength=strength, rank=rank, max_error=max_error, dtype=dtype
+            _NAMINGS[to],
+            strength=strength,
+            rank=rank,
+            max_error=max_error,
+            dtype=dtype,
+            block_weights=tuple(block_weights),
         )
         lora = lora_export.write(
             Path(source), model=original, changes=changes, place=place, request=request

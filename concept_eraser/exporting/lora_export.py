@@ -17,7 +17,7 @@ from concept_eraser.exporting.low_rank import (
     spectra_of_changes,
     spectra_of_factors,
 )
-from concept_eraser.models import lora_files, lora_metadata
+from concept_eraser.models import lora_blocks, lora_files, lora_metadata
 from concept_eraser.models.base import Model, require_finite
 from concept_eraser.models.lora import Factors
 from concept_eraser.models.lora_readers import Ignored, find_ignored
@@ -42,6 +42,7 @@ class LoraRequest:
         rank: The rank (default: that of the erasure's own factors, else the smallest one).
         max_error: The largest relative error.
         dtype: The numbers of the file, one of lora_files.DTYPES.
+        block_weights: A factor for each block of the UNet (models/lora_blocks.py), or none.
     """
 
     naming: str
@@ -49,6 +50,7 @@ class LoraRequest:
     rank: int | None
     max_error: float
     dtype: str = "fp32"
+    block_weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def write(
         )
     result = _approximate(source, model, changes, request)
     scaled_factors = [one.scale_by(request.strength) for one in result.factors]
+    if request.block_weights:
+        scaled_factors = lora_blocks.weigh(model, scaled_factors, request.block_weights)
     _require_finite(scaled_factors)
     kohya = request.naming == "kohya"
     tensors, header = lora_files.build(model, scaled_factors, kohya=kohya, dtype=request.dtype)
@@ -117,7 +121,7 @@ def write(
         error=result.error,
         layers=result.layers,
         rounding=rounding,
-        ignored=find_ignored(model.family, result.factors, request.naming),
+        ignored=find_ignored(model.family, scaled_factors, request.naming),
     )
 
 
@@ -164,6 +168,8 @@ def _notes(request: LoraRequest, result: Approximation, rounding: float) -> dict
     if result.layers:
         notes["layer_error_mean"] = f"{result.layers.mean:.3g}"
         notes["layer_error_worst"] = f"{result.layers.worst:.3g}"
+    if set(request.block_weights) - {1.0}:
+        notes["block_weights"] = ",".join(f"{weight:g}" for weight in request.block_weights)
     if request.dtype != "fp32":
         notes |= {"dtype": request.dtype, "rounding_error": f"{rounding:.3g}"}
     return notes

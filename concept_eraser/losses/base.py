@@ -15,7 +15,8 @@ from concept_eraser import registry
 
 Teacher = Literal["frozen", "current"]
 Images = Literal["own", "anchor"]
-ConditionName = Literal["own", "anchor", "null"]  # the prompt, its anchor, the empty prompt
+# the prompt, its anchor, the empty prompt, those of the mixture of the loss slider
+ConditionName = Literal["own", "anchor", "null", "mixture"]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ before training by default), x_t a noised latent of an example, c its prompt, a 
   eps(x_t, c) does not show the concept: UNO's hat versions (arXiv 2506.04712)
 * npo (2 / beta) mean softplus(-beta (L_i - L*_i)), L_i `data` of one example: NPO (arXiv
   2404.05868, Eq. 3)
+* slider ||eps(x_t, c) - sum_k w_k eps*(x_t, b_k)||^2, b_k any prompts and w_k factors whose sum is
+  1 (`mixture`): with weights 1, g, -g LECO's target, neutral + g (positive - unconditional)
+  (p1atdev/LECO, prompt_util.py, lines 106-138), and with b_1 = c that of Concept Sliders (arXiv
+  2311.12092)
 * resteer mean A^2, A the cross-attention to the concept's tokens: Forget-Me-Not (arXiv 2303.17591;
   SHI-Labs/Forget-Me-Not, src/train_attn.py, lines 272-285)
 
@@ -48,6 +52,8 @@ Differences from the papers:
   VAE's posterior. Here both predictions have the same x_t.
 * EraseDiff's code has a second target that is commented out, uniform noise in place of eps(x_t, a)
   (ddpm/runners/diffusion.py, lines 768-770 and 819-821). It is not offered here.
+* LECO makes x_t by partial sampling of the model in training, with `unconditional` as the negative
+  prompt. Data-free training samples by the teacher here, and the negative prompt is empty.
 * Forget-Me-Not's code takes the norm of all the maps, which has the same minimum. The mean does not
   grow with images or layers.
 
@@ -97,6 +103,8 @@ class DenoiserDraw:
     positions: Tensor | None = (
         None  # [b, tokens] bool: the tokens of the prompt that stand for the concept
     )
+    # of the loss slider: factors, and the prompts whose predictions they multiply
+    mixture: tuple[tuple[float, Condition], ...] = ()
     # whether an adversary's offset is added to the prompt, for the model in training only
     is_attacked: bool = False
 
@@ -164,6 +172,15 @@ def resteer(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Ten
     return torch.stack(shares).mean()
 
 
+def slider(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    assert draw.mixture  # an objective without one is refused beforehand
+    terms = [
+        factor * model.predict(draw, condition, teacher=settings.teacher).float()
+        for factor, condition in draw.mixture
+    ]
+    return _mse(model.predict(draw), torch.stack(terms).sum(0))
+
+
 def histogram(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
     assert settings.shows is not None  # the recipe's section of this name brings a judge
     absence = 1 - settings.shows(model.image(draw)).mean()
@@ -176,6 +193,10 @@ def _neutral_and_own(settings: LossSettings) -> tuple[ConditionName, ...]:
 
 def _own(settings: LossSettings) -> tuple[ConditionName, ...]:
     return ("own",)
+
+
+def _mixture(settings: LossSettings) -> tuple[ConditionName, ...]:
+    return ("mixture",)
 
 
 def _anchor(settings: LossSettings) -> tuple[ConditionName, ...]:
@@ -192,6 +213,7 @@ LOSSES: dict[str, Loss] = {
     "histogram": Formula(histogram),
     "npo": Formula(npo, needs_images=True, teachers=_own),
     "resteer": Formula(resteer),
+    "slider": Formula(slider, teachers=_mixture),
 }
 
 

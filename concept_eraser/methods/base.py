@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.methods.vectors import Vec, combine, gramian, is_finite
+from concept_eraser.methods.vectors import Vec, combine_and_free, gramian, is_finite
 
 HessianProduct = Literal["difference", "exact"]
 
@@ -210,7 +210,7 @@ class GramMethod(Method):
         grads = [closure.grad(objective) for objective in closure.objectives]
         gram = gramian(grads)
         weights, notes = self.solve(gram)
-        return Direction(combine(weights, grads), gram, weights, notes)
+        return Direction(combine_and_free(weights, grads), gram, weights, notes)
 
 
 def usable(gram: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import Closure, Direction, GramMethod, usable
-from concept_eraser.methods.vectors import Vec, combine, gramian, norm
+from concept_eraser.methods.vectors import Vec, combine, combine_and_free, gramian, norm
 
 ROUNDING = 1e-9  # the relative error of 1 + c at c near -1, where c has one of 1e-16
 
@@ -184,7 +184,8 @@ class Munba(GramMethod):
         weights = self._state.get("weights")
         if self.every > 1 and closure.step % self.every and weights is not None:
             grads = [closure.grad(objective) for objective in closure.objectives]
-            return Direction(combine(weights, grads), gramian(grads), weights, {"kept": 1})
+            gram = gramian(grads)
+            return Direction(combine_and_free(weights, grads), gram, weights, {"kept": 1})
         grads = [closure.grad(objective) for objective in closure.objectives]
         gram = gramian(grads)
         weights, notes = self.solve(gram)
@@ -198,7 +199,7 @@ class Munba(GramMethod):
         elif self.every > 1 and not notes["degenerate"]:
             self._state["weights"] = weights
         is_held = is_opposed and self.opposed == "stop"
-        return Direction(combine(weights, grads), gram, weights, notes, hold=is_held)
+        return Direction(combine_and_free(weights, grads), gram, weights, notes, hold=is_held)
 
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
         """Return the weights, and for opposed gradients those of the option `opposed`.

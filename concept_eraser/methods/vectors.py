@@ -8,6 +8,7 @@ gradients with 10^9 entries would be meaningless in half precision.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -75,16 +76,36 @@ def combine(weights: Tensor | Sequence[float], vectors: Sequence[Vec]) -> Vec:
     A vector with a weight of exactly 0 is left out, even if it is not finite. A weight that the
     tensors' type cannot hold counts as infinite, so that the sum is not finite.
     """
+    return combine_and_free(weights, list(vectors))
+
+
+def combine_and_free(weights: Tensor | Sequence[float], vectors: list[Vec]) -> Vec:
+    """Return the result of `combine`, and empty the list `vectors`.
+
+    Where the list has the only references to its tensors, each is freed as soon as its sum is
+    computed. So there is never a copy of the vectors beside their sum.
+    """
     terms = [(float(w), v) for w, v in zip(weights, vectors, strict=True) if float(w) != 0.0]
     if not terms:
-        return tuple(torch.zeros_like(part) for part in vectors[0])
+        zeros = tuple(torch.zeros_like(part) for part in vectors[0])
+        vectors.clear()
+        return zeros
+    factors, columns = [weight for weight, _ in terms], [deque(vector) for _, vector in terms]
+    vectors.clear()
+    terms.clear()
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(f"vectors of {', '.join(str(len(c)) for c in columns)} tensors")
     result = []
-    for parts in zip(*(v for _, v in terms), strict=True):
-        total = parts[0] * terms[0][0]
-        for (weight, _), part in zip(terms[1:], parts[1:], strict=True):
-            total = total.add(part, alpha=_representable(weight, part.dtype))
-        result.append(total)
+    while columns[0]:
+        result.append(_weighted_sum(factors, [column.popleft() for column in columns]))
     return tuple(result)
+
+
+def _weighted_sum(factors: Sequence[float], parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0] * factors[0]
+    for factor, part in zip(factors[1:], parts[1:], strict=True):
+        total = total.add(part, alpha=_representable(factor, part.dtype))
+    return total
 
 
 def _representable(weight: float, dtype: torch.dtype) -> float:

@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 
 from concept_eraser.methods.base import Closure, Direction, Method
-from concept_eraser.methods.vectors import combine, gramian
+from concept_eraser.methods.vectors import combine_and_free, gramian
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Weighted(Method):
         gram = torch.full((len(weights), len(weights)), float("nan"), dtype=torch.float64)
         gram[torch.tensor(positions)[:, None], torch.tensor(positions)] = gramian(grads)
         return Direction(
-            combine([weights[i] for i in positions], grads),
+            combine_and_free([weights[i] for i in positions], grads),
             gram,
             torch.tensor(weights, dtype=torch.float64),
         )

@@ -17,16 +17,13 @@ from concept_eraser.models import folder_check, hub, overlay, run_base, single_f
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.models.completeness import require_all_weights
 from concept_eraser.models.module import CONFIG, Module, open_folder
-from concept_eraser.storage.base_model import LONGEST_CHAIN
+from concept_eraser.storage.base_model import BUNDLED, BUNDLED_MODELS, CONTROLS, LONGEST_CHAIN
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_text
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError, first_line, quote, unknown
 from concept_eraser.utils.path_redaction import FILE_ON
 
-BUNDLED = {
-    "tiny-sd": "the bundled model of ten shapes, 64x64, trained from scratch for this package"
-}
 FAMILIES = {
     "StableDiffusionPipeline": "sd",
     "StableDiffusionXLPipeline": "sdxl",
@@ -171,7 +168,7 @@ def _clip(source: Any) -> Loaded:
             f"a {type(source).__name__} is no CLIP model; give (CLIPModel, tokenizer) or "
             "an open_clip model"
         )
-    if str(source) in BUNDLED:
+    if str(source) == BUNDLED:
         return _bundled_clip(family, str(source))
     path = Path(source)
     for folder in (path / resources.whole_model("clip"), path):
@@ -211,11 +208,11 @@ def load(
     """Load a text-to-image model.
 
     Args:
-        source: "tiny-sd", a diffusers folder, a run folder, a hub id ("owner/name",
-            "owner/name@revision"), a diffusers pipeline object, or a Model (returned as it is). It
-            can also be a part of a pipeline that another eraser made: a LoRA, a state dict or
-            folder of the denoiser or the text encoder (see overlay.py). FILE.safetensors@BASE is
-            one of these or a single-file checkpoint with its base.
+        source: "tiny-sd", a bundled control (`BUNDLED_MODELS`), a diffusers folder, a run folder, a
+            hub id ("owner/name", "owner/name@revision"), a diffusers pipeline object, or a Model
+            (returned as it is). It can also be a part of a pipeline that another eraser made: a
+            LoRA, a state dict or folder of the denoiser or the text encoder (see overlay.py).
+            FILE.safetensors@BASE is one of these or a single-file checkpoint with its base.
         allow_pickle: also load weights stored as pickles, which can execute code; off by default.
         base: for a part, the model it was made for, which does not change. For a single-file
             checkpoint (.safetensors in the original layout), the diffusers folder of its
@@ -232,8 +229,10 @@ def load(
     if not isinstance(source, str | Path):
         return _from_object(source)
     name = str(source)
-    if name in BUNDLED:
+    if name == BUNDLED:
         return _from_folder(resources.tiny_weights() / name, name, allow_pickle)
+    if name in CONTROLS:
+        return _bundled_control(name)
     path = Path(name)
     try:
         (path / "pipeline").exists()
@@ -268,9 +267,27 @@ def load(
     raise unknown(
         "model",
         name,
-        BUNDLED,
+        BUNDLED_MODELS,
         hint="a diffusers folder, a run folder or a hub id (owner/name) works too",
     )
+
+
+def _bundled_control(name: str) -> Model:
+    """Return the bundled model with the UNet of a control.
+
+    Raises UserError where the package was installed without it.
+    """
+    folder = resources.tiny_control(name)
+    if not folder.is_dir():
+        concept = name.removeprefix("tiny-sd-without-")
+        raise UserError(
+            f"{name} is not part of the installed package; take it from the repository, or train "
+            f"it: python -m concept_eraser.tiny.build --without shape={concept}"
+        )
+    model = load(BUNDLED)
+    overlay.put_on(model, folder / "unet")
+    model.source = name
+    return model
 
 
 def original_of(source: Any, original: Any, *, allow_pickle: bool = False) -> Model | None:
@@ -405,8 +422,8 @@ def _configuration(name: str, token: str | None, chain: int = 0) -> str:
 
     Raises UserError if it is no diffusers folder.
     """
-    if name in BUNDLED:
-        return str(resources.tiny_weights() / name)
+    if name in BUNDLED_MODELS:
+        return str(resources.tiny_weights() / BUNDLED)
     for folder in (Path(name) / "pipeline", Path(name)):
         if (folder / "model_index.json").is_file():
             return str(folder)

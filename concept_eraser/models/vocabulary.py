@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -161,15 +161,27 @@ class Words:
         ]
         return torch.tensor([any(p in t or (len(t) > 2 and t in p) for p in parts) for t in texts])
 
-    @cached_property
+    @property
     def usable(self) -> Tensor:
-        """Return [size] bool: tokens whose text, tokenised again, is that token alone."""
+        """Return [size] bool: tokens whose text, tokenised again, is that token alone.
+
+        This takes seconds, so models with the same tokenizer share it. Do not change it in place.
+        """
+        known = _usable.get(self.tokenizer)
+        if known is None or len(known) != self.size:  # a tokenizer can get further tokens
+            known = _usable[self.tokenizer] = self._find_usable()
+        return known
+
+    def _find_usable(self) -> Tensor:
         special = set(self.tokenizer.all_special_ids)
         texts = [self.tokenizer.decode([i]) for i in range(self.size)]
         new_ids = self.tokenizer(texts, add_special_tokens=False).input_ids
         return torch.tensor(
             [i not in special and list(ids) == [i] for i, ids in enumerate(new_ids)]
         )
+
+
+_usable: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()  # by tokenizer
 
 
 def _cuts(length: int, k: int, where: Where) -> list[int]:

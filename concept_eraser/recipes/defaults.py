@@ -194,11 +194,11 @@ def family_of(source: str, chain: int = 0) -> str | None:
     from huggingface_hub import try_to_load_from_cache
 
     from concept_eraser.models import hub, run_base
-    from concept_eraser.models.loading import BUNDLED as OURS
     from concept_eraser.models.loading import FAMILIES
+    from concept_eraser.storage.base_model import BUNDLED_MODELS
     from concept_eraser.tiny import published
 
-    if source in OURS:
+    if source in BUNDLED_MODELS:
         return "sd"
     place = path_redaction.base_of(source)
     indices = [Path(place) / "pipeline" / "model_index.json", Path(place) / "model_index.json"]

@@ -65,6 +65,7 @@ class ObjectiveSettings(TypedDict, total=False):
     teacher: Literal["frozen", "current"]
     eta: float
     neutral: Literal["null", "anchor"]
+    mixture: Mapping[str, float]
     tokens: Literal["concept", "concept_and_end"]
     elastic: ElasticSettings
     scale: float

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -31,7 +33,17 @@ from concept_eraser.utils.plugin_fields import LossField
 
 # Names of the losses, repeated here because importing them imports torch; a test compares them.
 LOSS_NAMES = {
-    "denoiser": ("anchor", "ascent", "data", "distill", "esd", "npo", "relabel", "resteer"),
+    "denoiser": (
+        "anchor",
+        "ascent",
+        "data",
+        "distill",
+        "esd",
+        "npo",
+        "relabel",
+        "resteer",
+        "slider",
+    ),
     "text_encoder": (
         "anchor",
         "ascent",
@@ -189,8 +201,8 @@ class ObjectiveSpec(Strict):
     loss: LossField = Field(
         "data",
         description=(
-            "data, ascent, anchor, esd, distill, distill_prediction, relabel, npo or resteer; or "
-            "an installed package's, by name or as {name: NAME, OPTION: VALUE}"
+            "data, ascent, anchor, esd, distill, distill_prediction, relabel, npo, resteer or "
+            "slider; or an installed package's, by name or as {name: NAME, OPTION: VALUE}"
         ),
     )
     anchor: str | dict[str, str] | None = Field(
@@ -215,6 +227,15 @@ class ObjectiveSpec(Strict):
         description=(
             "the prediction from which the loss 'esd' extrapolates: null, for the empty prompt "
             "(default: ESD), or anchor (SPM)"
+        ),
+    )
+    mixture: dict[str, Annotated[float, Field(ge=-FACTOR, le=FACTOR)]] | None = Field(
+        None,
+        max_length=CONCEPTS,
+        description=(
+            "the target of the loss 'slider': prompts with the factors of their predictions, whose "
+            "sum is 1, e.g. {person: 1, an old person: 4, a young person: -4}; they may use the "
+            "prompt's fields, as an anchor"
         ),
     )
     tokens: Literal["concept", "concept_and_end"] | None = Field(
@@ -351,7 +372,14 @@ class ObjectiveSpec(Strict):
         for key in ("noised", "neutral"):
             if getattr(self, key) == "anchor" and not self.anchor:
                 raise ValueError(f"{key}: anchor needs an anchor")
-        for key, loss in (("neutral", "esd"), ("tokens", "resteer")):
+        if self.loss == "slider" and not self.mixture:
+            raise ValueError(
+                "the loss 'slider' needs a mixture, the prompts and factors of its target, e.g. "
+                "mixture: {person: 1, an old person: 4, a young person: -4}"
+            )
+        if self.mixture:
+            _check_mixture(self.mixture)
+        for key, loss in (("neutral", "esd"), ("tokens", "resteer"), ("mixture", "slider")):
             if getattr(self, key) is not None and self.loss != loss:
                 raise ValueError(
                     f"{key} is a setting of the loss {loss!r}, found loss {self.loss!r}"
@@ -379,9 +407,20 @@ class ObjectiveSpec(Strict):
         if self.images == "free" and requires(self.loss, "needs_images"):
             raise ValueError(
                 f"the loss {self.loss!r} needs images, so images: free is not possible; "
-                "use anchor, esd, distill or resteer"
+                "use anchor, esd, distill, resteer or slider"
             )
         return self
+
+
+def _check_mixture(mixture: Mapping[str, float]) -> None:
+    """Raise ValueError for an invalid prompt, and for factors whose sum is not 1."""
+    for text in mixture:
+        templates.fields(text)
+    total = math.fsum(mixture.values())
+    if abs(total - 1) > 1e-6 * max(1.0, *map(abs, mixture.values())):
+        raise ValueError(
+            f"mixture: the sum of the factors must be 1, as of one prediction, found {total:g}"
+        )
 
 
 def concept_objective(number: int) -> str:

@@ -158,6 +158,7 @@ class RecipeFields(Strict):
             "n",
             "timesteps",
             "neutral",
+            "mixture",
             "tokens",
             "elastic",
             "empty_prompts",
@@ -167,5 +168,5 @@ class RecipeFields(Strict):
         )
         numbers |= set() if "npo" in LOSS_NAMES[self.target] else {"beta"}
         if self.target == "text_encoder":
-            numbers |= {"neutral", "tokens", "elastic", "empty_prompts"}
+            numbers |= {"neutral", "mixture", "tokens", "elastic", "empty_prompts"}
         return {"options", *numbers} if self.target in PROMPTED else of_prompts | numbers

@@ -1,4 +1,4 @@
-"""The bundled model, and the runs that began with it."""
+"""The bundled models, and the runs that began with `tiny-sd`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from concept_eraser.storage.readers import read_yaml
 from concept_eraser.utils import path_redaction
 
 BUNDLED = "tiny-sd"
+# models that never learned a concept: the bundled one with another UNet
+CONTROLS = {
+    "tiny-sd-without-heart": "the bundled model with a UNet that was trained without any heart"
+}
+BUNDLED_MODELS = {
+    BUNDLED: "the bundled model of ten shapes, 64x64, trained from scratch for this package",
+    **CONTROLS,
+}
 LONGEST_CHAIN = 50  # runs one after the other, each from the result of the one before
 
 

@@ -106,6 +106,25 @@ def read_yaml(path: Path, limit: int = YAML_BYTES) -> Any:
     return parse_yaml(read_text(path, limit), str(path))
 
 
+def read_toml(path: Path, limit: int = YAML_BYTES) -> dict[str, Any]:
+    """Return the content of a TOML file.
+
+    Raises UserError as `read_text`, and if the file is no TOML or is nested deeper than DEPTH.
+    """
+    import tomllib
+
+    text = read_text(path, limit)
+    try:
+        content = tomllib.loads(text.replace("\r\n", "\n"))
+    except RecursionError:
+        raise _too_deep(str(path)) from None
+    except (ValueError, OverflowError) as error:  # of the syntax, or a number or date
+        raise UserError(f"{path} is no valid TOML: {first_line(error)}") from None
+    if _deeper_than(content, DEPTH):
+        raise _too_deep(str(path))
+    return content
+
+
 def read_json(path: Path, kind: type | tuple[type, ...] = dict, limit: int = JSON_BYTES) -> Any:
     """Return the content of a JSON file, a mapping by default.
 

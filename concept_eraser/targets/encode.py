@@ -100,7 +100,11 @@ def codes_path(path: Path) -> Path:
 def _examples(model: Model, plan: ObjectivePlan) -> Examples:
     spec, texts = plan.spec, [row.text for row in plan.rows]
     anchors = [row.anchor_prompt(spec.anchor) for row in plan.rows] if spec.anchor else None
-    examples = batches.make_examples(model, texts, latents=None, anchors=anchors)
+    mixture = [
+        (factor, [row.anchor_prompt(text) for row in plan.rows])
+        for text, factor in (spec.mixture or {}).items()
+    ]
+    examples = batches.make_examples(model, texts, latents=None, anchors=anchors, mixture=mixture)
     if spec.loss == "resteer" and model.attention_layers():
         with_end = spec.tokens != "concept"
         examples = replace(examples, positions=model.concept_tokens(texts, anchors, end=with_end))

@@ -219,8 +219,8 @@ def moments(parameters: Trained, pass_bytes: int) -> dict[str, dict[str, int]]:
 
     They are in addition to the bytes that are in use all the time.
 
-    Clipping is none of them: it holds the direction twice, after the gradients are freed, so it
-    needs no more than combining.
+    Clipping is none of them: it holds the direction twice, after the gradients are freed. That is
+    no more than combining, which frees each tensor of the gradients when its sum is computed.
 
     pass_bytes: those of one forward and backward pass, see `passing`.
     """
@@ -237,8 +237,8 @@ def moments(parameters: Trained, pass_bytes: int) -> dict[str, dict[str, int]]:
         "last gradient": {**masks, **sums, "forward and backward pass": pass_bytes},
         "combining": {
             **masks,
-            "gradients": parameters.objectives * total,
-            "the direction": max(total + largest, wide),
+            "gradients": max(parameters.objectives, 2) * total,
+            "sums of one tensor": max(2 * largest, wide),
         },
         "moving": {
             **masks,

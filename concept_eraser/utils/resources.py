@@ -62,6 +62,11 @@ def tiny_weights() -> Path:
     return _PACKAGE / "tiny" / "weights"
 
 
+def tiny_control(name: str) -> Path:
+    """Return the folder of a bundled control: its UNet and the record of its training."""
+    return tiny_weights() / "controls" / name
+
+
 WHOLE_MODEL = ("model", "pipeline")  # subfolders of a run
 
 

@@ -34,7 +34,7 @@ from concept_eraser.data import images, labelled, prompts
 from concept_eraser.data.datasets import celeba, mnist
 from concept_eraser.evaluation import suite
 from concept_eraser.evaluation.judges import face, image_classifier
-from concept_eraser.recipes import recipe, selections
+from concept_eraser.recipes import leco, recipe, selections
 from concept_eraser.storage import readers
 from concept_eraser.targets.labelled_data import read_indices
 from concept_eraser.utils import resources
@@ -370,6 +370,67 @@ RECIPES = st.one_of(
     bytes_like(resources.find("pipelines", "tiny_star_munba").read_bytes()),
     NASTY_YAML,
 )
+
+
+def _leco_config() -> Any:
+    return {
+        "prompts_file": "./here/prompts.yaml",
+        "pretrained_model": {"name_or_path": "tiny-sd", "v2": False, "clip_skip": 1},
+        "network": {"type": "lierla", "rank": 4, "alpha": 1.0, "training_method": "full"},
+        "train": {
+            "precision": "bfloat16",
+            "iterations": 500,
+            "lr": 1e-4,
+            "optimizer": "AdamW",
+            "optimizer_args": "betas=(0.9,0.99) weight_decay=0.1",
+            "lr_scheduler": "constant",
+        },
+        "save": {"name": "a/b", "per_steps": 200, "precision": "float16"},
+    }
+
+
+def _leco_prompts() -> Any:
+    entry = {
+        "target": "a star",
+        "positive": "a red star",
+        "unconditional": "",
+        "neutral": "{x}",
+        "action": "enhance",
+        "guidance_scale": 2.0,
+        "resolution": [512, 768],
+        "batch_size": 2,
+        "multiplier": 1.0,
+        "weight": 2.0,
+    }
+    return [entry, {"target": "a moon"}, {**entry, "action": "erase", "multiplier": -1.0}]
+
+
+def _slider() -> Any:
+    target = {"target_class": "", "positive": "old", "negative": "young", "multiplier": 2.0}
+    return {
+        "guidance_scale": 2.0,
+        "neutrals": ["", "a photo"],
+        "prompt_file": "neutrals.txt",
+        "targets": [target],
+    }
+
+
+LECO = st.one_of(
+    mutations(_leco_config).map(yaml_bytes),
+    mutations(_leco_prompts).map(yaml_bytes),
+    mutations(_slider).map(yaml_bytes),
+    NASTY_YAML,
+)
+LECO_TOML = bytes_like(
+    b'weight = 2\n[[prompts]]\ntarget = "a"\nresolution = [512, 768]\n[[prompts]]\ntarget = "b"\n',
+    b'neutrals = ["", "x"]\n[[targets]]\ntarget_class = ""\npositive = "old"\n',
+    b"a = [" * 900,
+    b"a = 2020-13-45T99:99:99\n" + b"b = " + b"9" * 5000,
+)
+
+
+def _read_leco(path: Path) -> None:
+    recipe.load(leco.load(path).content)
 
 
 def _paths(content: Any, prefix: str = "") -> list[str]:
@@ -727,6 +788,10 @@ PREPARATION = {
 TARGETS: dict[str, Target] = {
     "recipe": file_target("recipe.yaml", RECIPES, lambda path: recipe.load(str(path))),
     "overrides": Target(OVERRIDES, _run_overrides),
+    "leco yaml": file_target(
+        "config.yaml", LECO, _read_leco, prompts__yaml=b"- target: a\n", neutrals__txt=b"a\n"
+    ),
+    "leco toml": file_target("prompts.toml", LECO_TOML, _read_leco),
     "suite": file_target("suite.yaml", SUITES, lambda path: suite.load(str(path))),
     "plug-in options": Target(st.tuples(st.sampled_from(OPTIONS), VALUES), _run_option),
     "prompts yaml": file_target("set.yaml", PROMPT_SETS, _read_prompts, table__csv=TABLE),

@@ -702,9 +702,10 @@ def _texts(*corpus: str) -> Callable[[int], str]:
 
 def _hub_id(text: str, folder: Path) -> None:
     from concept_eraser.models import hub, loading
+    from concept_eraser.storage.base_model import BUNDLED_MODELS
 
     answers(lambda: hub.split(text))
-    if not hub.is_id(text) and text not in loading.BUNDLED:
+    if not hub.is_id(text) and text not in BUNDLED_MODELS:
         answers(lambda: loading.load(text))
 
 

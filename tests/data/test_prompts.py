@@ -71,6 +71,7 @@ def test_the_size_of_a_list_of_expansions_is_limited(monkeypatch: pytest.MonkeyP
 def test_rows_and_plain_text(tmp_path: Path) -> None:
     rows = prompts.load(write(tmp_path, "prompts: [a tench, {text: a church, class: church}]"))
     assert rows.prompts == (Prompt("a tench"), Prompt("a church", {"class": "church"}))
+    assert prompts.load({"prompts": [{"text": ""}]}).prompts == (Prompt(""),)
     lines = prompts.load(write(tmp_path, "# comment\na tench\n\n a church \n", "set.txt"))
     assert lines.texts == ["a tench", "a church"]
 
@@ -81,6 +82,7 @@ def test_rows_and_plain_text(tmp_path: Path) -> None:
         ("prompts: []", "empty"),
         ("about: nothing", "empty"),
         ("prompts: [3]", "expected a prompt"),
+        ("prompts: [{text: '', shape: star}]", "expected a prompt"),
         ("- a", "expected a mapping"),
         ("expand: {templates: ['{colour} x'], color: [red]}", "'colour'"),
         ("prompts: [", "no valid YAML"),

@@ -27,6 +27,7 @@ FILES = {
     "forget.txt": "a star\na red star\n",
     "others.txt": "a moon\na blue moon\n",
     "retain.txt": "a house\na green tree\n",
+    "prompts.yaml": "- target: van gogh\n  guidance_scale: 1.0\n",
     "recipe.yaml": f"model: ./{SD}\n"
     "forget: {prompts: forget.txt, loss: anchor, anchor: a person}\nretain: retain.txt\n",
 }

@@ -95,6 +95,12 @@ EXEMPTIONS = {
     "concept-eraser batch": Exemption(
         "parse", "trains every row of a table; tests/runs/test_job_table.py does"
     ),
+    "concept-eraser erase --leco config.yaml": Exemption(
+        "parse", "a file of another program; tests/recipes/test_leco.py trains one"
+    ),
+    "concept-eraser erase --leco slider.toml": Exemption(
+        "parse", "tests/recipes/test_leco.py reads one, and trains its loss"
+    ),
     "accelerate launch": Exemption(
         "run without the launcher",
         "needs several GPUs; tests/training/test_two_processes.py launches two processes",
@@ -215,6 +221,8 @@ def recipe_in(items: list[str]) -> str | None:
 def few_words(verb: str, values: dict[str, Any]) -> list[str]:
     """What a command gets in addition; a later option replaces an earlier one."""
     if verb == "erase":
+        if values["leco"]:  # on latents that are sampled in training
+            return [*STEPS, "-q"]
         items = [item for item in values["items"] or [] if "=" not in item]
         recipe = recipe_in(items)
         words = [*few_overrides(recipe, dry_run=values["dry_run"]), "-q"]
@@ -233,6 +241,8 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     erase, evaluate, attack = concept_eraser.erase, concept_eraser.evaluate, concept_eraser.attack
 
     def short_erase(recipe: Any = None, **keywords: Any) -> concept_eraser.Run:
+        if isinstance(recipe, dict):  # of a configuration of LECO, without images
+            return erase(recipe, overrides=STEPS, **keywords)
         names = [recipe] if isinstance(recipe, str) else list(recipe or [])
         recipe_name = recipe_in(names)
         if keywords.get("target") in ("clip", "classifier"):
@@ -398,7 +408,9 @@ PRODUCTS = {
         "runs/mine/exports/mine-single-file.safetensors",
         "runs/both/model_index.json",
         "erase.safetensors",
+        "no_out.safetensors",
     ],
+    "how_to/leco": ["leco.safetensors", "runs/from_python/lora"],
     "how_to/publish": ["README.md"],
     "how_to/several_concepts": ["runs/two/suites/church.yaml", "star.html"],
     "how_to/evaluate_a_checkpoint": ["both.html", "check_mine/evaluation.json"],

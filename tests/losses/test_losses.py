@@ -84,7 +84,8 @@ def test_losses_are_their_formulas(tiny) -> None:
     draw = denoiser.draw("forget", [1, 2, 3])
     positions = torch.zeros(3, draw.condition.tensors["states"].shape[1], dtype=torch.bool)
     positions[0, 2] = positions[1, 3] = positions[1, 4] = positions[2, 1] = True
-    draw = replace(draw, positions=positions)
+    mixture = ((1.0, draw.null), (2.5, draw.anchor), (-2.5, draw.condition))
+    draw = replace(draw, positions=positions, mixture=mixture)
     before = {
         name: tiny.denoise(draw.noisy, draw.t, c).detach()
         for name, c in (("own", draw.condition), ("anchor", draw.anchor), ("null", draw.null))
@@ -108,6 +109,7 @@ def test_losses_are_their_formulas(tiny) -> None:
         "relabel": mse(now, draw.target),
         "npo": mean([-2 / 0.5 * math.log(1 / (1 + math.exp(-x))) for x in rise]),
         "resteer": mean(attention),
+        "slider": mse(now, before["null"] + 2.5 * (before["anchor"] - before["own"])),
         "histogram": 0.75 * math.log(0.75 / 0.9) + 0.25 * math.log(0.25 / 0.1),
     }
     assert expected.keys() == LOSSES.keys()

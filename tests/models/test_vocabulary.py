@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from concept_eraser.models.base import Condition
+from concept_eraser.models.vocabulary import Words
 from concept_eraser.utils.errors import UserError
 
 PROMPT = "a red star on a white background"
@@ -66,6 +67,7 @@ def test_usable_tokens_come_back_from_their_text(shared_tiny) -> None:
     assert words.survives([[words.ids("st")[0], words.ids("ar")[0]]]) == [True]
     pieces = (~words.usable).nonzero()[:50, 0].tolist()
     assert not all(words.survives([[i] for i in pieces]))
+    assert Words(words.tokenizer).usable is words.usable, "found once for a tokenizer"
 
 
 def test_words_like_a_name(shared_tiny) -> None:

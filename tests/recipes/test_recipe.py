@@ -56,6 +56,12 @@ def test_five_mistakes_are_five_lines() -> None:
             {"target": "text_encoder", "forget__loss": "resteer"},
             "forget.loss: unknown loss of target 'text_encoder' 'resteer'",
         ),
+        ({"forget__loss": "slider"}, "needs a mixture"),
+        ({"forget__mixture": {"a square": 1}}, "mixture is a setting of the loss 'slider'"),
+        (
+            {"forget__loss": "slider", "forget__mixture": {"": 1, "a star": 2}},
+            "sum of the factors must be 1, as of one prediction, found 3",
+        ),
         ({"forget__data": "digits"}, "not both"),
         ({"forget__classes": [1]}, "belong to labelled data"),
         ({"forgett": 1}, "did you mean 'forget'"),

@@ -23,6 +23,7 @@ EXAMPLES = {
     "recipe": 200,
     "overrides": 200,
     "prompts yaml": 200,
+    "leco yaml": 50,
 }
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from concept_eraser.data.generate import Sampling, generate, seeds_for
+from concept_eraser.evaluation.judges.tiny import TinyJudge
+from concept_eraser.evaluation.never_learned import RECORD, NeverLearned, read_record
+from concept_eraser.models.loading import load
+from concept_eraser.storage.base_model import CONTROLS
 from concept_eraser.tiny import painter
-from concept_eraser.tiny.control import Control
+from concept_eraser.tiny.control import Control, hash_of
 from concept_eraser.tiny.exclusion import Exclusion
-from concept_eraser.tiny.stages.unet import Batches
+from concept_eraser.tiny.stages.unet import STEPS, Batches
 from concept_eraser.tiny.trainer import step_rng
+from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
 
 HEART = Exclusion.read(["shape=heart"])
@@ -82,3 +89,29 @@ def test_a_stopped_training_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert (tmp_path / "whole" / "pipeline" / "model_index.json").is_file()
     with pytest.raises(UserError, match="other settings"):
         control("whole", Exclusion()).train(threads=1, say=lambda line: None)
+
+
+def test_the_bundled_control_never_learned_hearts() -> None:
+    """It draws other shapes as the bundled model does, and its record is of its weights."""
+    (name,) = CONTROLS
+    record = json.loads((resources.tiny_control(name) / RECORD).read_text())
+    assert hash_of(resources.tiny_control(name) / "unet") == record["unet_sha256"]
+    assert record["environment"]["versions"]["torch"]
+    assert record["steps"] == record["steps_planned"] == STEPS
+
+    control = NeverLearned(load(name), read_record(name))
+    control.require_comparable(load("tiny-sd"), {"shape": "heart"}, ["a red heart"])
+    with pytest.raises(UserError, match="was trained on images of shape=star"):
+        control.require_comparable(load("tiny-sd"), {"shape": "star"}, ["a red star"])
+
+    texts = ["a red heart", "a blue heart", "a red star", "a blue moon"] * 6
+    images = generate(control.model, texts, seeds_for(texts, 0), Sampling(steps=8))
+    shapes = np.reshape(TinyJudge().classify(images)["shape"], (6, 4))
+    assert (shapes[:, :2] == "heart").sum() <= 1
+    assert (shapes[:, 2:] == ["star", "moon"]).sum() >= 10
+
+
+def test_a_package_without_the_control_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resources, "tiny_control", lambda name: Path("nowhere") / name)
+    with pytest.raises(UserError, match=r"from the repository, or train it: .*shape=heart"):
+        load("tiny-sd-without-heart")

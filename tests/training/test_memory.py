@@ -15,6 +15,9 @@ from safetensors.torch import load_file
 
 import concept_eraser
 from concept_eraser import UserError
+from concept_eraser.methods.munba import Munba
+from concept_eraser.methods.surgery import Surgery
+from concept_eraser.methods.weighted import Weighted
 from concept_eraser.models.base import Condition
 from concept_eraser.models.loading import load
 from concept_eraser.recipes import memory_presets, recipe
@@ -203,6 +206,40 @@ def test_the_state_of_momentum_and_average_is_counted(tiny: Any) -> None:
         for ema in (None, 0.9)
     )
     assert averaged.training - plain.training == plain.always["their values before"]
+
+
+class Gradients(Peak):
+    """Counts tensors in fp32 only: gradients and directions, without the sums in float64."""
+
+    def _count(self, value: torch.Tensor, *, is_new: bool) -> None:
+        super()._count(value, is_new=is_new and value.dtype == torch.float32)
+
+
+def test_a_step_holds_one_gradient_more_than_fine_tuning() -> None:
+    """The highest number of tensors of a parameter's size, counted exactly.
+
+    Combining needs two tensors for one parameter at a time: the sum, and the sum so far.
+    """
+    params = tuple(torch.zeros(1000, requires_grad=True) for _ in range(20))
+    factors = torch.arange(1000.0)
+    losses: dict[str, list[Callable[[], torch.Tensor]]] = {
+        "retain": [lambda: torch.stack([p @ factors for p in params]).sum()],
+        "forget": [lambda: torch.stack([p @ factors[::2].repeat(2) for p in params]).sum()],
+    }
+    counts = {}
+    methods = {
+        "fine-tuning": Weighted(forget=0.0),
+        "plain sum": Weighted(),
+        "munba": Munba(),
+        "surgery": Surgery(),
+    }
+    for name, method in methods.items():
+        with Gradients() as peak:
+            vec = method.direction(LossClosure(params, losses)).vec
+        assert all(part.any() for part in vec)
+        counts[name] = peak.peak // (4 * 1000)
+    copies = {name: count - counts["fine-tuning"] for name, count in counts.items()}
+    assert copies == {"fine-tuning": 0, "plain sum": 21, "munba": 21, "surgery": 21}, counts
 
 
 CASES: list[dict[str, Any]] = [

@@ -226,6 +226,10 @@ def test_each_loss_and_its_teacher_share_the_pass(
     }
     monkeypatch.setattr(eraser, "objective_by_name", objectives)
     draws = {name: eraser.draw(name, [3, 4]) for name in objectives}
+    mixture = tuple(
+        zip((3.0, -2.0), (draws["forget"].null, draws["retain"].condition), strict=True)
+    )
+    draws["forget"] = replace(draws["forget"], mixture=mixture)
     with torch.no_grad():
         expected = {name: float(eraser.loss(name, draw)) for name, draw in draws.items()}
         monkeypatch.setattr(Denoiser, "predict", None)
