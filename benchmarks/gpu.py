@@ -13,6 +13,10 @@ A test of this script on the CPU:
     python -m benchmarks.gpu --families tiny --jobs munba --batches 2 --device cpu \\
         --output /tmp/tiny.json
 
+What a step asks of a GPU, counted without one (benchmarks/rehearsal_device.py):
+
+    python -m benchmarks.gpu --device rehearsal
+
 The weights are random, and each job runs through `erase` itself. The time of a step is the median
 over the run's log without the first two steps. The memory is the maximum that torch allocated in
 the run, generation of its few training images included. A job that does not fit has a row that
@@ -29,11 +33,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import rehearsal
+from benchmarks.rehearsal_device import Counts
 from concept_eraser import api
 from concept_eraser.models.loading import load
 from concept_eraser.storage.writers import write_text
@@ -44,6 +51,7 @@ from concept_eraser.utils.errors import UserError
 
 PIXELS = {"sd14": 512, "sdxl": 512, "tiny": 64}  # SDXL is made for 1024
 OUTPUT = Path(__file__).parent / "gpu.json"
+GENERATING = "generating"
 LEFT_OUT = 2  # first steps, which allocate memory and choose kernels
 _TWO_SIDES = {"forget.loss": "anchor", "forget.anchor": "a person"}
 _NO_RETAIN = {"method": {"name": "weighted", "retain": 0.0}}
@@ -111,11 +119,15 @@ def step(
     """Train for a few steps. Returns seconds per step and peak memory, or that it does not fit."""
     _tidy()
     log.reset_peak_memory()
-    with tempfile.TemporaryDirectory() as scratch:
+    rehearses = device == "rehearsal"
+    counting: AbstractContextManager[list[Counts]] = (
+        rehearsal.on_the_device() if rehearses else nullcontext([])
+    )
+    with tempfile.TemporaryDirectory() as scratch, counting as counts:
         try:
             rows: list[dict[str, Any]] = []
             folder = Path(scratch) / "run"
-            settings = recipe(family, job, batch, steps, device)
+            settings = recipe(family, job, batch, steps, "auto" if rehearses else device)
             api.erase(
                 settings,
                 model=pipeline,
@@ -127,6 +139,8 @@ def step(
             return {"fits": False, "said": str(error).splitlines()[0][:120]}
         finally:
             _tidy()
+    if rehearses:
+        return {"n": len(counts), **rehearsal.summary(counts)}
     seconds = [row["seconds"] for row in rows][LEFT_OUT:]
     return {
         "fits": True,
@@ -190,7 +204,7 @@ def cells(
 ) -> Iterator[tuple[str, str, int]]:
     for family in families:
         for batch in batches:
-            yield from ((family, job, batch) for job in [*jobs, "generating"])
+            yield from ((family, job, batch) for job in jobs)
 
 
 def choose(text: str, allowed_names: Any, what: str) -> list[str]:
@@ -207,15 +221,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--families", default="sd14,sdxl", help="of sd14, sdxl, tiny")
+    parser.add_argument("--families", default="", help="of sd14, sdxl, tiny; sd14,sdxl on a GPU")
     parser.add_argument("--jobs", default="", help="only those whose name begins so, e.g. munba")
-    parser.add_argument("--batches", default="1,4,8")
+    parser.add_argument("--batches", default="", help="1,4,8 by default; 4 on the device rehearsal")
     parser.add_argument("--steps", type=int, default=10, help="a run; more than 3")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu", "rehearsal"])
+    parser.add_argument("--output", type=Path, help="gpu.json, or rehearsal.json, by default")
     args = parser.parse_args()
+    rehearses = args.device == "rehearsal"
+    output: Path = args.output or (rehearsal.FILE if rehearses else OUTPUT)
     try:
-        families = choose(args.families, PIXELS, "family")
+        families = choose(args.families or ("tiny" if rehearses else "sd14,sdxl"), PIXELS, "family")
         jobs = [name for name in JOBS if name.startswith(args.jobs)]
         if not jobs:
             raise UserError(f"unknown job {args.jobs!r}; there are: {', '.join(JOBS)}")
@@ -226,10 +242,14 @@ def main() -> None:
             )
         if args.steps <= LEFT_OUT + 1:
             raise UserError(f"--steps must be more than {LEFT_OUT + 1}, found {args.steps}")
-        batches = [int(b) for b in args.batches.split(",")]
+        batches = [int(b) for b in (args.batches or ("4" if rehearses else "1,4,8")).split(",")]
     except (UserError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
-    measure(families, jobs, batches, args.steps, args.device, args.output)
+    if not rehearses:
+        jobs.append(GENERATING)
+    measure(families, jobs, batches, args.steps, args.device, output)
+    if output == rehearsal.FILE:
+        rehearsal.write_page()
 
 
 def measure(
@@ -247,7 +267,7 @@ def measure(
         pipeline = pipelines[family]
         result = (
             generation(pipeline, family, batch, device)
-            if job == "generating"
+            if job == GENERATING
             else step(pipeline, family, job, batch, steps, device)
         )
         rows.append(

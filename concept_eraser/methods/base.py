@@ -38,7 +38,11 @@ class Closure(Protocol):
     params: Vec
     # positions in params of the variable of a lower-level problem; () where there is none
     inner: tuple[int, ...]
-    last_loss: float  # the value of the loss whose gradient was computed last
+
+    @property
+    def last_loss(self) -> float:
+        """Return the value of the loss whose gradient was computed last."""
+        ...
 
     @property
     def objectives(self) -> tuple[str, ...]:

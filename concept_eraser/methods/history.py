@@ -6,7 +6,7 @@ Mini-Unlearning (arXiv 2406.16986) and rewind need it. It is written while the m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -90,7 +90,10 @@ class History:
         return cls(params, k, folder, count)
 
     def last(self, k: int) -> list[Iteration]:
-        """Return the last `k` iterations, oldest first. Raises ValueError if fewer are recorded."""
+        """Return the last `k` iterations, oldest first, on the device of the parameters.
+
+        Raises ValueError if fewer are recorded.
+        """
         available = min(self.recorded_count, self.k)
         if k > available:
             raise ValueError(
@@ -98,9 +101,21 @@ class History:
                 "while training (History(k=...)), or ask for fewer"
             )
         if self.folder is None:
-            return self._iterations[len(self._iterations) - k :]
+            return [self._moved(one) for one in self._iterations[len(self._iterations) - k :]]
         files = [
             self.folder / f"{i % self.k}.pt"
             for i in range(self.recorded_count - k, self.recorded_count)
         ]
-        return [Iteration(**torch.load(file, weights_only=True)) for file in files]
+        # the device of the recording may not exist here
+        contents = (torch.load(file, map_location="cpu", weights_only=True) for file in files)
+        return [self._moved(Iteration(**content)) for content in contents]
+
+    def _moved(self, iteration: Iteration) -> Iteration:
+        """Return an iteration on the device of the parameters, which may have moved since."""
+        device = self.params[0].device
+        velocity = iteration.velocity
+        return replace(
+            iteration,
+            weights=tuple(w.to(device) for w in iteration.weights),
+            velocity=None if velocity is None else tuple(v.to(device) for v in velocity),
+        )

@@ -21,11 +21,30 @@ def _wide(x: Tensor) -> Tensor:
     return x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64).flatten()
 
 
+def fetch(scalars: Sequence[Tensor]) -> list[float]:
+    """Return the values of tensors without dimensions, which are on one device.
+
+    The host waits for a GPU once, not for each of them.
+    """
+    if not scalars:
+        return []
+    if len({scalar.dtype for scalar in scalars}) > 1:
+        scalars = [_wide(scalar).squeeze() for scalar in scalars]
+    values: list[float] = torch.stack([scalar.detach() for scalar in scalars]).tolist()
+    return values
+
+
 def dot(u: Vec, v: Vec) -> Tensor:
     """Return <u, v> as a float64 scalar on the CPU."""
-    total = torch.zeros((), dtype=torch.float64)
-    for a, b in zip(u, v, strict=True):
-        total += torch.dot(_wide(a), _wide(b)).cpu()
+    products = fetch([torch.dot(_wide(a), _wide(b)) for a, b in zip(u, v, strict=True)])
+    return torch.tensor(_total(products), dtype=torch.float64)
+
+
+def _total(numbers: Sequence[float]) -> float:
+    """Return the sum in this order. From Python 3.12 on, `sum` adds in another way."""
+    total = 0.0
+    for number in numbers:
+        total += number
     return total
 
 
@@ -40,13 +59,14 @@ def gramian(vectors: Sequence[Vec]) -> Tensor:
     Each tensor is converted to float64 once.
     """
     m = len(vectors)
-    sums = [[0.0] * m for _ in range(m)]
+    pairs = [(i, j) for i in range(m) for j in range(i, m)]
+    products: list[Tensor] = []  # of each part, for each pair
     for parts in zip(*vectors, strict=True):
         wide = [_wide(part) for part in parts]
-        for i in range(m):
-            for j in range(i, m):
-                sums[i][j] += torch.dot(wide[i], wide[j]).item()
-    gram = torch.tensor(sums, dtype=torch.float64).reshape(m, m)
+        products += [torch.dot(wide[i], wide[j]) for i, j in pairs]
+    values, gram = fetch(products), torch.zeros(m, m, dtype=torch.float64)
+    for place, (i, j) in enumerate(pairs):
+        gram[i, j] = _total(values[place :: len(pairs)])
     return gram + gram.triu(1).T
 
 
@@ -108,7 +128,15 @@ def is_finite(u: Vec) -> bool:
     They are if their sum is, which is quicker to compute. A sum may overflow without an infinite
     entry; then the entries are examined.
     """
-    return all(math.isfinite(part.sum().item()) or bool(torch.isfinite(part).all()) for part in u)
+    return has_finite_sums(u, fetch([part.sum() for part in u]))
+
+
+def has_finite_sums(u: Vec, sums: Sequence[float]) -> bool:
+    """Whether all entries of u are finite, given the sum of each of its tensors."""
+    return all(
+        math.isfinite(value) or bool(torch.isfinite(part).all())
+        for part, value in zip(u, sums, strict=True)
+    )
 
 
 def spectral_norm(multiply: Callable[[Vec], Vec], like: Vec, iterations: int) -> float:

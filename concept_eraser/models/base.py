@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.models.vocabulary import Words
+from concept_eraser.utils.devices import find_gpu
 from concept_eraser.utils.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -371,14 +372,15 @@ def trains_faster_in_bf16() -> bool:
     """
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     has_instructions = any(getattr(torch.cpu, name, lambda: False)() for name in checks)
-    return has_instructions and not torch.cuda.is_available()
+    return has_instructions and find_gpu() is None
 
 
 def onto_gpu(*models: Model) -> None:
     """Move models to the GPU, if there is one."""
-    if torch.cuda.is_available():
+    gpu = find_gpu()
+    if gpu is not None:
         for model in models:
-            model.to(torch.device("cuda"))
+            model.to(gpu)
 
 
 def moments(code: Any) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,6 @@ weighting is not offered; `timesteps` of an objective restricts its range of t.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,7 +77,8 @@ class Flow(Sized):
 
     def sigma(self, t: Tensor) -> Tensor:
         """Return sigma of integer time steps, in their shape."""
-        return self._sigmas.to(t.device)[t]
+        self._sigmas = self._sigmas.to(t.device)  # once, and not in each step
+        return self._sigmas[t]
 
     def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         sigma = self.sigma(t).view(-1, 1, 1, 1)
@@ -111,13 +111,12 @@ class Flow(Sized):
 
         They are evenly spaced, so that x_t is at one of them.
         """
-        places = (
-            torch.linspace(self.timesteps - 1, 0, steps + 1, device=noise.device).round().long()
-        )
-        x = noise
-        for t, after in pairwise(places[: stop + 1]):
+        grid = torch.tensor([*self.time_grid(steps)[:-1], 0])
+        times, x = grid.to(noise.device), noise
+        sigmas = self.sigma(times)
+        for place in range(stop):
             velocity = self.guide(
-                x, t, condition=condition, null=null, guidance=guidance, weights=weights
+                x, times[place], condition=condition, null=null, guidance=guidance, weights=weights
             )
-            x = x + (self.sigma(after) - self.sigma(t)) * velocity
-        return x, int(places[stop])
+            x = x + (sigmas[place + 1] - sigmas[place]) * velocity
+        return x, int(grid[stop])

@@ -443,7 +443,8 @@ class Variance(Latent):
         self._alphas: Tensor = pipeline.scheduler.alphas_cumprod.float()
 
     def _signal(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        alpha = self._alphas.to(t.device)[t].view(-1, 1, 1, 1)
+        self._alphas = self._alphas.to(t.device)  # once, and not in each step
+        alpha = self._alphas[t].view(-1, 1, 1, 1)
         return alpha.sqrt(), (1 - alpha).sqrt()
 
     def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -470,7 +471,8 @@ class Variance(Latent):
         # DDIM's default clips x_0 to [-1, 1], which latents exceed, and the configurations of other
         # schedulers do not change it
         scheduler = DDIMScheduler.from_config(config, clip_sample=config.get("clip_sample", False))
-        scheduler.set_timesteps(steps, device=self.device)
+        # on the CPU, where a time step is a number that a GPU need not send
+        scheduler.set_timesteps(steps)
         return scheduler
 
     def time_grid(self, steps: int) -> list[int]:
@@ -492,13 +494,14 @@ class Variance(Latent):
         weights: Weights | None = None,
     ) -> tuple[Tensor, int]:
         scheduler = self._ddim(steps)
+        times = scheduler.timesteps.to(noise.device)
         x = noise * scheduler.init_noise_sigma
-        for t in scheduler.timesteps[:stop]:
+        for t, number in zip(times[:stop], scheduler.timesteps[:stop], strict=True):
             x = scheduler.step(
                 self.guide(
                     x, t, condition=condition, null=null, guidance=guidance, weights=weights
                 ),
-                t,
+                number,
                 x,
             ).prev_sample
         return x, int(scheduler.timesteps[stop])

@@ -37,6 +37,7 @@ from concept_eraser.targets import labelled_data
 from concept_eraser.targets.plan import images_of
 from concept_eraser.tiny import families, published
 from concept_eraser.training import log as logs
+from concept_eraser.utils.devices import find_gpu, gpu_module
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import silent
 
@@ -374,7 +375,7 @@ def worth_trying(plan: DryRunPlan) -> bool:
     weights = sum(p.numel() for part in plan.model.parts.values() for p in part.parameters())
     if plan.objects and edits(plan.recipe):
         return weights * max(map(len, plan.objects.values())) < MUCH
-    return torch.cuda.is_available() or weights < SMALL
+    return find_gpu() is not None or weights < SMALL
 
 
 def edits(recipe: Recipe) -> bool:
@@ -402,11 +403,8 @@ def describe(plan: DryRunPlan) -> str:
             f"{'the edit' if edit else 'two steps'} of this recipe ran on the replacements, "
             "which give no estimate of the time"
         )
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{torch.get_num_threads()} CPU threads"
-    )
+    gpu = gpu_module()
+    device = gpu.get_device_name() if gpu else f"{torch.get_num_threads()} CPU threads"
     if edit:
         return f"time (the edit ran on {device} and was undone): about {_long(measurement)}"
     steps, images = recipe.training.steps, image_count(recipe)

@@ -45,6 +45,7 @@ from concept_eraser.training.placement import Placement, needed
 from concept_eraser.training.trackers import FOLDER as TRACKING
 from concept_eraser.training.trackers import Trackers, require
 from concept_eraser.utils import distributed, provenance, resources
+from concept_eraser.utils.devices import find_gpu
 from concept_eraser.utils.errors import UserError, unknown
 from concept_eraser.utils.progress import Progress
 
@@ -148,7 +149,7 @@ def join(recipe: Recipe) -> bool:
         )
     refuse_wrappers(recipe.training.shard)
     require(recipe.training.tracker)
-    cpu = device == "cpu" or not (there["cuda"] or there["mps"])
+    cpu = device == "cpu" or (find_gpu() is None and not there["mps"])
     distributed.join(cpu=cpu or None)
     return cpu
 

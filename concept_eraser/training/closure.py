@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from concept_eraser.erasers.base import Draw, Eraser
 from concept_eraser.methods.base import HessianProduct, NoSecondDerivative
-from concept_eraser.methods.vectors import Vec, clip, norm
+from concept_eraser.methods.vectors import Vec, clip, fetch, has_finite_sums, norm
 from concept_eraser.utils.errors import UserError
 
 Piece = Callable[[], Tensor]
@@ -51,7 +52,8 @@ class LossClosure:
     averaged over ranks, before a method gets it. `torch.autograd.grad` does not use DDP's reducer.
 
     For the log, the attribute `losses` has the first loss computed of each objective, `last_loss`
-    the last one, and `clipped` the number of gradients that were scaled down.
+    the last one, and `clipped` the number of gradients that were scaled down. Losses stay on the
+    device until one of these attributes or `is_finite` reads them, since the host waits for that.
     """
 
     def __init__(
@@ -78,13 +80,37 @@ class LossClosure:
         self.params = params
         self.step = step
         self.inner = tuple(inner)
-        self.losses: dict[str, float] = {}
-        self.last_loss = float("nan")
+        self._first_losses: dict[str, Tensor] = {}
+        self._last_loss: Tensor | None = None
+        self._losses: dict[str, float] = {}  # those that were read
         self._pieces, self._terms, self._reduce = losses, terms or {}, reduce
         self._frees_weights = frees_weights
 
     def terms(self, objective: str) -> int:
         return self._terms.get(objective, 1)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        if self._losses.keys() != self._first_losses.keys():
+            values = fetch(list(self._first_losses.values()))
+            self._losses = dict(zip(self._first_losses, values, strict=True))
+        return dict(self._losses)
+
+    @property
+    def last_loss(self) -> float:
+        return float("nan") if self._last_loss is None else float(self._last_loss)
+
+    def is_finite(self, direction: Vec) -> bool:
+        """Whether the losses and all entries of a direction are finite.
+
+        The losses and the sums of the direction are read at once.
+        """
+        losses = list(self._first_losses.values())
+        values = fetch([*losses, *(part.sum() for part in direction)])
+        self._losses = dict(zip(self._first_losses, values, strict=False))
+        return all(map(math.isfinite, self._losses.values())) and has_finite_sums(
+            direction, values[len(losses) :]
+        )
 
     def grad(self, objective: str, of: Sequence[int] | None = None) -> Vec:
         """Return the gradient of an objective's loss in fp32.
@@ -134,8 +160,8 @@ class LossClosure:
         return self._ready.pop(objective, None)
 
     def _note_loss(self, objective: str, value: Tensor) -> None:
-        self.last_loss = float(self._reduce([value])[0])
-        self.losses.setdefault(objective, self.last_loss)
+        self._last_loss = self._reduce([value])[0]
+        self._first_losses.setdefault(objective, self._last_loss)
 
     def _masked(self, parts: Sequence[Tensor], places: Sequence[int]) -> Vec:
         """Return the gradients averaged over ranks, with 0 where the mask is 0."""

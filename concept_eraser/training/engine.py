@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from concept_eraser.erasers.base import Draw, Eraser, Inseparable
 from concept_eraser.methods.base import Direction, Method
-from concept_eraser.methods.vectors import clip, is_finite
+from concept_eraser.methods.vectors import clip
 from concept_eraser.storage import output_folder
 from concept_eraser.training import checkpoint, one_pass, saliency
 from concept_eraser.training.averaging import Average
@@ -314,15 +314,14 @@ class Engine:
         method_state = self.method.state_dict()
         with self._full_precision():
             direction = self.method.direction(closure)
+        is_finite = closure.is_finite(direction.vec)
         row = {
             **turn,
             "losses": closure.losses,
             **describe_gram(closure.objectives, direction.gram, direction.weights),
             **direction.notes,
         }
-        if all(math.isfinite(value) for value in closure.losses.values()) and is_finite(
-            direction.vec
-        ):
+        if is_finite:
             if not direction.hold:
                 direction, is_clipped = self._clip(direction)
                 if self.schedule.clip is not None:

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from concept_eraser.methods.vectors import cosine
 from concept_eraser.storage.readers import read_lines
 from concept_eraser.storage.writers import append_line, write_growing
+from concept_eraser.utils.devices import gpu_module
 
 
 class Log:
@@ -68,8 +68,9 @@ def describe_gram(
 
 def peak_memory() -> float:
     """Return the peak memory so far in MB: of the GPU if there is one, else of the process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
+    gpu = gpu_module()
+    if gpu is not None:
+        return int(gpu.max_memory_allocated()) / 2**20
     status = Path("/proc/self/status")
     if status.exists():  # ru_maxrss of a child starts at its parent's peak
         return int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) / 2**10
@@ -79,8 +80,9 @@ def peak_memory() -> float:
 
 def reset_peak_memory() -> float:
     """Reset the peak, if the system can (CUDA, Linux). Returns the memory in use now, in MB."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    gpu = gpu_module()
+    if gpu is not None:
+        gpu.reset_peak_memory_stats()
     elif Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5")
     return peak_memory()

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from concept_eraser.utils.devices import gpu_module
+
 CPU = torch.device("cpu")
 # layers whose weights autocast converts to half precision
 WIDE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -74,8 +76,9 @@ class Placement:
         self.away = [name for name in self.model.parts if name not in parts]
         for name in self.away:  # first, since the device may not have space for both
             self.model.parts[name].to(CPU)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        gpu = gpu_module()
+        if gpu is not None:
+            gpu.empty_cache()
         for name in parts:
             self.model.parts[name].to(self.model.device)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from concept_eraser.utils.devices import find_gpu
 from concept_eraser.utils.errors import ReportedElsewhere, UserError
 
 T = TypeVar("T")
@@ -40,7 +41,7 @@ def join(*, cpu: bool | None = None) -> Any:
 
     if cpu is None:
         cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    has_gpu = find_gpu() is not None or torch.backends.mps.is_available()
     return PartialState(cpu=cpu or not has_gpu, timeout=PATIENCE)
 
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from concept_eraser.utils.devices import gpu_module
+
 _PACKAGES = (
     "torch",
     "diffusers",
@@ -72,7 +74,8 @@ def describe() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    gpu = gpu_module()
+    device = gpu.get_device_name() if gpu else "cpu"
     return {
         "concept_eraser": version(),
         "commit": commit(),

@@ -18,6 +18,7 @@ from concept_eraser.data.generate import keep
 from concept_eraser.data.images import read_images
 from concept_eraser.storage.cache import CHECK_BYTES, append_records, check_of
 from concept_eraser.utils import distributed, provenance, resources
+from concept_eraser.utils.devices import find_gpu
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
 
@@ -178,7 +179,7 @@ def image_hash(image: np.ndarray) -> str:
 
 
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return find_gpu() or torch.device("cpu")
 
 
 def places(*others: Path) -> list[Path]:

@@ -6,7 +6,7 @@ Each attribute may be "none".
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation.base import Judge
+from concept_eraser.evaluation.features.base import device
 from concept_eraser.models.families.clip import load_bundled_clip
 from concept_eraser.tiny import painter
 from concept_eraser.tiny.judge import CLASSES, load_judge
@@ -58,6 +59,11 @@ class TinyJudge(Judge):
             )
         return images.permute(0, 3, 1, 2).float().div(127.5).sub(1)
 
+    def _batches(self, images: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the network, and parts of images [n, h, w, 3] uint8 as its input, on one device."""
+        for part in self._scale(images).split(256):
+            yield self.net.to(device()), part.to(device())
+
     def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
         if value not in CLASSES.get(attribute, ()):
             raise UserError(
@@ -69,26 +75,25 @@ class TinyJudge(Judge):
 
     @torch.no_grad()
     def classify(self, images: Tensor) -> dict[str, np.ndarray]:
-        parts = [self.net(part) for part in self._scale(images).split(256)]
+        parts = [net(part) for net, part in self._batches(images)]
         best = {
-            name: torch.cat([part[name] for part in parts]).argmax(1).numpy()
+            name: torch.cat([part[name] for part in parts]).argmax(1).cpu().numpy()
             for name in self.classes
         }
         return {name: np.array(self.classes[name])[index] for name, index in best.items()}
 
     @torch.no_grad()
     def probabilities(self, images: Tensor) -> dict[str, np.ndarray]:
-        parts = [self.net(part) for part in self._scale(images).split(256)]
+        parts = [net(part) for net, part in self._batches(images)]
         return {
-            name: torch.cat([part[name].softmax(1) for part in parts]).numpy()
+            name: torch.cat([part[name].softmax(1) for part in parts]).cpu().numpy()
             for name in self.classes
         }
 
     @torch.no_grad()
     def features(self, images: Tensor) -> np.ndarray:
-        return torch.cat(
-            [self.net.features(part) for part in self._scale(images).split(256)]
-        ).numpy()
+        parts = [net.features(part) for net, part in self._batches(images)]
+        return torch.cat(parts).cpu().numpy()
 
     def clip_scores(self, images: Tensor, captions: Sequence[str]) -> np.ndarray:
         clip, tokenizer = self._clip
@@ -118,12 +123,13 @@ class TinyJudge(Judge):
 @torch.no_grad()
 def _cosine_scores(clip: Any, tokenizer: Any, images: Tensor, captions: list[str]) -> Tensor:
     """Cosine of each image [n, 3, 64, 64] in [-1, 1] with its own caption: [n]."""
-    scores = []
+    scores, clip = [], clip.to(device())
     for start in range(0, len(captions), 256):
         ids = tokenizer(captions[start : start + 256], padding=True, return_tensors="pt").input_ids
-        text = clip.text_projection(clip.text_model(ids).pooler_output)
-        image = clip.visual_projection(clip.vision_model(images[start : start + 256]).pooler_output)
-        scores.append((F.normalize(image, dim=-1) * F.normalize(text, dim=-1)).sum(1))
+        text = clip.text_projection(clip.text_model(ids.to(device())).pooler_output)
+        part = images[start : start + 256].to(device())
+        image = clip.visual_projection(clip.vision_model(part).pooler_output)
+        scores.append((F.normalize(image, dim=-1) * F.normalize(text, dim=-1)).sum(1).cpu())
     return torch.cat(scores)
 
 

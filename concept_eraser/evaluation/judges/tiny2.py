@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from concept_eraser.evaluation.features.base import device
 from concept_eraser.evaluation.judges.tiny import TinyJudge
 from concept_eraser.tiny.clip2 import load_clip2, tokenize
 from concept_eraser.tiny.judge2 import CLASSES, load_judge2
@@ -98,12 +99,13 @@ def independent_clip_scores(
         images: [n, 3, 64, 64] in [-1, 1].
         captions: n texts.
     """
-    clip, tokenizer = parts
+    clip, tokenizer = parts[0].to(device()), parts[1]
     scores = []
     for start in range(0, len(captions), BATCH):
         ids, mask = tokenize(tokenizer, captions[start : start + BATCH])
-        text = clip.embed_ids(ids, mask)
-        scores.append((clip.embed_images(images[start : start + BATCH]) * text).sum(1))
+        text = clip.embed_ids(ids.to(device()), mask.to(device()))
+        image = clip.embed_images(images[start : start + BATCH].to(device()))
+        scores.append((image * text).sum(1).cpu())
     return torch.cat(scores).numpy()
 
 

@@ -1,0 +1,28 @@
+"""The GPU of this machine, if it has one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def find_gpu() -> Any:
+    """Return the GPU that models move to on their own, as a torch.device, or None.
+
+    It is that of CUDA, or of a backend that was added to PyTorch (its PrivateUse1 device). Apple's
+    is not among them: it is used where a recipe asks for it.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    name = torch._C._get_privateuse1_backend_name()
+    module = getattr(torch, name, None)
+    return torch.device(name) if module is not None and module.is_available() else None
+
+
+def gpu_module() -> Any:
+    """Return the module of PyTorch for that GPU, such as torch.cuda, or None."""
+    import torch
+
+    gpu = find_gpu()
+    return None if gpu is None else torch.get_device_module(gpu)
