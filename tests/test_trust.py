@@ -277,9 +277,9 @@ def test_an_overwrite_that_is_stopped_leaves_the_earlier_run_whole(
 def test_a_run_whose_steps_were_all_skipped_is_not_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from concept_eraser.training import engine
+    from concept_eraser.training import closure
 
-    monkeypatch.setattr(engine, "is_finite", lambda vec: False)
+    monkeypatch.setattr(closure.LossClosure, "is_finite", lambda self, direction: False)
     with pytest.raises(UserError, match=r"all 4 steps were skipped.*nothing was trained"):
         concept_eraser.erase(short(), output=tmp_path / "run")
     assert not (tmp_path / "run" / "done.json").exists()

@@ -208,7 +208,7 @@ def test_all_mistakes_in_a_set_are_reported_at_once(tmp_path: Path) -> None:
     text = """
 about: [a]
 promts: [x]
-prompts: [3, {text: ''}, {text: b, seed: many}, {text: c, x: {}}]
+prompts: [3, {text: ' '}, {text: b, seed: many}, {text: c, x: {}}]
 expand: {templates: ['{shape} {colour}', '{}'], shape: [[a], {b: c}], color: null}
 file: ../table.csv
 where: [x]
