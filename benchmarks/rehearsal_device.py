@@ -549,7 +549,11 @@ def is_possible() -> bool:
 
 
 def register() -> None:
-    """Register the device, once for each process. It is available inside `rehearsal` only."""
+    """Register the device, once for each process. It is available inside `rehearsal` only.
+
+    The first backward pass of a process starts the threads for all devices. So this must come
+    before it.
+    """
     if _state["is_registered"]:
         return
 
@@ -586,6 +590,18 @@ def register() -> None:
     _state["is_registered"] = True
 
 
+def _require_thread(device: torch.device) -> None:
+    """Raise RuntimeError if the process has no thread for backward passes on the device."""
+    there = torch.ones(1, device=device, requires_grad=True)
+    try:
+        torch.autograd.grad(there.sum(), [there])
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a backward pass ran before the rehearsal device was registered; call "
+            "rehearsal_device.register() at the start of the process"
+        ) from error
+
+
 def _swap(one: Any, other: Any) -> None:
     """Exchange two tensors. `torch.utils.swap_tensors` refuses those that a graph refers to."""
     one.__class__, other.__class__ = other.__class__, one.__class__
@@ -615,6 +631,7 @@ def rehearsal() -> Iterator[torch.device]:
     AcceleratorState._reset_state(reset_partial_state=True)
     _state["is_on"] = True
     try:
+        _require_thread(device)
         yield device
     finally:
         _state["is_on"] = False

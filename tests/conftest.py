@@ -65,9 +65,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # imports torch, which reads the variables above
+    # they import torch, which reads the variables above
+    from benchmarks import rehearsal_device
     from tests import shared_drawing, shared_tokenizers  # noqa: F401
 
+    if rehearsal_device.is_possible():
+        rehearsal_device.register()  # only the first backward pass of a process starts its thread
     shared_tokenizers.share(is_shared=not item.nodeid.startswith("tests/demo/"))
 
 
