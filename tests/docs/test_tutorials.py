@@ -244,6 +244,8 @@ def imported_objects(tree: ast.Module) -> dict[str, Any]:
         elif isinstance(node, ast.ImportFrom):
             module = importlib.import_module(str(node.module))
             for alias in node.names:
+                if not hasattr(module, alias.name):  # a module that nothing has imported yet
+                    importlib.import_module(f"{node.module}.{alias.name}")
                 values[alias.asname or alias.name] = getattr(module, alias.name)
     return values
 
