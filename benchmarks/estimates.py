@@ -16,10 +16,10 @@ from concept_eraser.recipes.memory_presets import PRESETS
 from concept_eraser.runs import memory_estimate
 from concept_eraser.tiny import published
 from concept_eraser.training.memory import GB
+from studies.rendering.common import fill_blocks
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "estimates.json", HERE.parent / "docs" / "memory.md"
-BEGIN, END = "<!-- estimates -->", "<!-- /estimates -->"
 LABEL = "estimates, not measured on a GPU"
 MODELS = {
     "sd14": ("Stable Diffusion 1.4", 512),
@@ -127,8 +127,7 @@ def _cell(r: dict[str, Any]) -> str:
 
 
 def render(page: str, content: dict[str, Any]) -> str:
-    before, _, remainder = page.partition(BEGIN)
-    return before + BEGIN + "\n" + table(content) + "\n" + END + remainder.partition(END)[2]
+    return fill_blocks(page, {"estimates": lambda: table(content)})
 
 
 def _recorded_rows() -> list[dict[str, Any]]:

@@ -52,10 +52,10 @@ from concept_eraser.training.engine import Engine, Schedule
 from concept_eraser.training.log import Log
 from concept_eraser.utils import provenance
 from concept_eraser.utils.provenance import derive_seed
+from studies.rendering.common import fill_blocks
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "floor.json", HERE / "README.md"
-BEGIN, END = "<!-- floor -->", "<!-- /floor -->"
 PIXELS = {"tiny": 64, "sd14-64": 64, "sd14-128": 128, "sd14-256": 256}
 TRAINED: dict[str, tuple[str, int | None]] = {  # -> the selection, and the rank of a LoRA
     "cross-attention": ("cross_attention", None),
@@ -251,8 +251,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def render(page: str, content: dict[str, Any]) -> str:
-    before, _, remainder = page.partition(BEGIN)
-    return before + BEGIN + "\n" + table(content) + "\n" + END + remainder.partition(END)[2]
+    return fill_blocks(page, {"floor": lambda: table(content)})
 
 
 def main() -> None:

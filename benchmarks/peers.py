@@ -67,10 +67,10 @@ from concept_eraser.training.memory import Peak
 from concept_eraser.utils import provenance
 from concept_eraser.utils.progress import silent
 from concept_eraser.utils.provenance import derive_seed
+from studies.rendering.common import fill_blocks
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "peers.json", HERE / "README.md"
-BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 OTHER = HERE / "vision_unlearning_worker.py"
 TRAINED: dict[str, dict[str, Any]] = {
     "cross-attention": {"select": "cross_attention"},
@@ -602,8 +602,7 @@ def _percent(share: list[float] | None) -> str:
 
 
 def render(page: str, content: dict[str, Any]) -> str:
-    before, _, remainder = page.partition(BEGIN)
-    return before + BEGIN + "\n" + table(content) + "\n" + END + remainder.partition(END)[2]
+    return fill_blocks(page, {"peers": lambda: table(content)})
 
 
 class Results:

@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks import rehearsal_device
 from benchmarks.rehearsal_device import Counts
+from studies.rendering.common import fill_blocks
 
 FILE, PAGE = Path(__file__).parent / "rehearsal.json", Path(__file__).parent / "README.md"
-BEGIN, END = "<!-- rehearsal -->", "<!-- /rehearsal -->"
 
 
 @contextmanager
@@ -57,8 +57,7 @@ def table(content: dict[str, Any]) -> str:
 
 
 def render(page: str, content: dict[str, Any]) -> str:
-    before, _, remainder = page.partition(BEGIN)
-    return before + BEGIN + "\n" + table(content) + "\n" + END + remainder.partition(END)[2]
+    return fill_blocks(page, {"rehearsal": lambda: table(content)})
 
 
 def write_page() -> None:

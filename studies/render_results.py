@@ -13,7 +13,7 @@ marks are rendered.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from studies.rendering import (
     side_effects,
     studies,
 )
-from studies.rendering.common import current_label, load
+from studies.rendering.common import current_label, fill_blocks, load
 from studies.result_tables import NEW_RESULTS, ROOT, TABLES, Results
 
 README = ROOT / "README.md"
@@ -61,26 +61,6 @@ STUDIES: dict[str, tuple[str, Any]] = {
         studies.star_table,
     ),
 }
-
-
-def fill_blocks(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
-    """Return a text with the content of every block whose marks it has.
-
-    Raises:
-        SystemExit: A block is opened and not closed, or has its marks twice.
-    """
-    for name, render in blocks.items():
-        first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        if first not in text and last not in text:
-            continue
-        before, opening, rest = text.partition(first)
-        _, closing, after = rest.partition(last)
-        if not (opening and closing) or last in before or first in after or last in after:
-            raise SystemExit(
-                f"the text needs one line <!-- {name} --> and below it one line <!-- /{name} -->"
-            )
-        text = f"{before}{first}{render()}\n{last}{after}"
-    return text
 
 
 def pages() -> dict[Path, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -249,27 +250,7 @@ def erase(
         f"{_FLAGS[key]}={_quote(value)}" for key, value in flags.items() if value is not None
     ]
     settings += [item for item in items or [] if item not in names]
-    if leco is not None:
-        flag_values = {"--forget": forget, "--anchor": anchor, "--kind": kind, "--images": images}
-        others = [*names, *(flag for flag, value in flag_values.items() if value)]
-        if model or base:
-            settings = [f"model={_quote(_on_base(model, base))}", *settings]
-        recipe = erase_leco.recipe_of(leco, settings, others)
-        run(
-            recipe.content,
-            settings,
-            output=output,
-            resume=resume,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            allow_pickle=allow_pickle,
-            quiet=quiet,
-            two_steps=two_steps,
-            allow_code=allow_code or bool(model),
-            name=recipe.name,
-        )
-        return
-    if concepts := erase_concepts.concepts_among(names):
+    if leco is None and (concepts := erase_concepts.concepts_among(names)):
         if forget:
             raise UserError(
                 f"give concepts ({', '.join(concepts)}) or --forget with a prompt set, not both"
@@ -288,28 +269,23 @@ def erase(
         else:
             erase_concepts.run(request, output, measure=measure, quiet=quiet, **options)
         return
-    for flag, value in (("--kind", kind), ("--images", images)):
-        if value is not None:
-            raise UserError(f"{flag} goes with concepts, e.g. concept-eraser erase 'Van Gogh'")
-    overrides = [f"model={_quote(_on_base(model, base))}"] if model or base else []
-    overrides += _objectives(forget or [], [_anchor(text) for text in anchor or []], bool(names))
-    overrides += settings
-    if len(names) > 1:
-        raise UserError(
-            f"one recipe at a time, found {', '.join(names)}; overrides are written key.path=value"
-        )
-    if not names and not forget:
-        raise UserError(
-            "nothing to erase: give a concept (concept-eraser erase star), a recipe (see "
-            "`concept-eraser list recipes`) or --forget with a prompt set"
-        )
-    if not names:
-        from concept_eraser.recipes import defaults
-
-        overrides = defaults.complete(overrides)
-    allow_code = allow_code or any(override.startswith("model=") for override in overrides)
+    start: str | dict[str, Any]
+    name: str | None = None
+    if leco is not None:
+        flag_values = {"--forget": forget, "--anchor": anchor, "--kind": kind, "--images": images}
+        others = [*names, *(flag for flag, value in flag_values.items() if value)]
+        overrides = [*_model_setting(model, base), *settings]
+        described = erase_leco.recipe_of(leco, overrides, others)
+        start, name = described.content, described.name
+    else:
+        for flag, value in (("--kind", kind), ("--images", images)):
+            if value is not None:
+                raise UserError(f"{flag} goes with concepts, e.g. concept-eraser erase 'Van Gogh'")
+        objectives = _objectives(forget or [], [_anchor(a) for a in anchor or []], bool(names))
+        overrides = [*_model_setting(model, base), *objectives, *settings]
+        start, overrides = _recipe_or_default(names, overrides, has_forget=bool(forget))
     run(
-        names[0] if names else {},
+        start,
         overrides,
         output=output,
         resume=resume,
@@ -318,11 +294,40 @@ def erase(
         allow_pickle=allow_pickle,
         quiet=quiet,
         two_steps=two_steps,
-        allow_code=allow_code,
+        allow_code=allow_code or any(override.startswith("model=") for override in overrides),
+        name=name,
     )
 
 
 erase.__doc__ = _EXAMPLES
+
+
+def _recipe_or_default(
+    names: Sequence[str], overrides: list[str], *, has_forget: bool
+) -> tuple[str | dict[str, Any], list[str]]:
+    """Return the recipe that is named, or an empty one with the default settings, and overrides.
+
+    Raises UserError for several recipes, and for nothing to erase.
+    """
+    if len(names) > 1:
+        raise UserError(
+            f"one recipe at a time, found {', '.join(names)}; overrides are written key.path=value"
+        )
+    if names:
+        return names[0], overrides
+    if not has_forget:
+        raise UserError(
+            "nothing to erase: give a concept (concept-eraser erase star), a recipe (see "
+            "`concept-eraser list recipes`) or --forget with a prompt set"
+        )
+    from concept_eraser.recipes import defaults
+
+    return {}, defaults.complete(overrides)
+
+
+def _model_setting(model: str | None, base: str | None) -> list[str]:
+    """Return the override for the flags --model and --base, or none."""
+    return [f"model={_quote(_on_base(model, base))}"] if model or base else []
 
 
 def _on_base(model: str | None, base: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from concept_eraser.evaluation.statistics import Interval, wilson
@@ -29,6 +29,26 @@ LABEL_PHRASES = {
     "the board's": "the leaderboard's",
     "the rate rising": "the learning rate rising",
 }
+
+
+def fill_blocks(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:
+    """Return a text with the content of every block whose marks it has.
+
+    Raises:
+        SystemExit: A block is opened and not closed, or has its marks twice.
+    """
+    for name, render in blocks.items():
+        first, last = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        if first not in text and last not in text:
+            continue
+        before, opening, rest = text.partition(first)
+        _, closing, after = rest.partition(last)
+        if not (opening and closing) or last in before or first in after or last in after:
+            raise SystemExit(
+                f"the text needs one line <!-- {name} --> and below it one line <!-- /{name} -->"
+            )
+        text = f"{before}{first}{render()}\n{last}{after}"
+    return text
 
 
 def current_label(text: str) -> str:
