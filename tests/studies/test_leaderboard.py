@@ -226,7 +226,7 @@ def test_the_table_of_the_readme_has_six_rows_and_no_attack() -> None:
     assert head == "| method | concept rate % | retain error % |"
     assert [row.split(" | ")[0] for row in rows] == [
         "| untouched model",
-        "| MUNBa on a LoRA (the default recipe)",
+        "| MUNBa on a LoRA of all layers",
         "| MUNBa",
         "| UNO + anchor term",
         "| plain sum",
