@@ -391,14 +391,22 @@ class Part:
 
         The frozen teacher of a LoRA is the module without it. Its layers are left out inside the
         context, which gives the same numbers as the matrices' first values in less time.
+
+        Autocast stores no copies of weights inside the context. Those of a teacher have no
+        gradients, and some versions of torch would use them for the model in training.
         """
-        if teacher == "current":
-            yield None
-        elif self.adapter is None:
-            yield self.originals
-        else:
-            with self.adapter.disabled(self.module_in_use):
+        stores_copies = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            if teacher == "current":
                 yield None
+            elif self.adapter is None:
+                yield self.originals
+            else:
+                with self.adapter.disabled(self.module_in_use):
+                    yield None
+        finally:
+            torch.set_autocast_cache_enabled(stores_copies)
 
     def ask(
         self, method: str, *inputs: Tensor, teacher: Teacher | None = None, gradients: bool = False

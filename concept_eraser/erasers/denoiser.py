@@ -276,6 +276,7 @@ class Denoiser(Part):
             raise Inseparable(
                 "the losses depend on an adversary or an elastic penalty, not on predictions alone"
             )
+        answers = self._teachers(draws)  # before any activations are stored
         rows = list(draws.values())
         prediction = self.model.denoise(
             torch.cat([draw.noisy for draw in rows]),
@@ -283,7 +284,6 @@ class Denoiser(Part):
             _joined([draw.condition for draw in rows]),
         )
         parts = prediction.split([len(draw.t) for draw in rows])
-        answers = self._teachers(draws)
         losses = {}
         for (name, draw), part in zip(draws.items(), parts, strict=True):
             objective = self.objective_by_name[self.objective_of(name)]

@@ -139,8 +139,11 @@ def ascent(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tens
     return -data(model, draw, settings)
 
 
+# Teachers predict first, so that they work while no activations of the model in training are
+# stored.
 def anchor(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
-    return _mse(model.predict(draw), model.predict(draw, draw.anchor, teacher=settings.teacher))
+    target = model.predict(draw, draw.anchor, teacher=settings.teacher)
+    return _mse(model.predict(draw), target)
 
 
 def esd(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
@@ -152,7 +155,8 @@ def esd(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
 
 
 def distill(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
-    return _mse(model.predict(draw), model.predict(draw, teacher=settings.teacher))
+    target = model.predict(draw, teacher=settings.teacher)
+    return _mse(model.predict(draw), target)
 
 
 def npo(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
