@@ -89,7 +89,7 @@ def push_to_hub(
         revision: a branch. It is created if it does not exist.
         license: the licence of the weights, see `card`.
         benchmark: the hub id of a dataset whose eval.yaml has the tasks of the run's numbers. The
-            numbers are then also uploaded as .eval_results/*.yaml, which the model's page shows.
+            numbers are then also uploaded into `.eval_results`, which the model's page shows.
         token: a token of the hub (default: $HF_TOKEN, or the one of `hf auth login`).
         dry_run: use no network and upload nothing.
 
