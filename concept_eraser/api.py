@@ -21,6 +21,7 @@ from concept_eraser.evaluation.attacks.runner import Campaign as Campaign
 from concept_eraser.evaluation.base import Evaluation as Evaluation
 from concept_eraser.evaluation.never_learned import NeverLearned, RetrainingGap, read_record
 from concept_eraser.evaluation.suite import PromptEvaluation as PromptEvaluation
+from concept_eraser.exporting.eval_results import hub_files as hub_files
 from concept_eraser.exporting.formats import export as export
 from concept_eraser.exporting.hub import push_to_hub as push_to_hub
 from concept_eraser.exporting.merge import merge as merge
