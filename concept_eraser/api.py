@@ -186,7 +186,7 @@ def erase(
         retain: what to preserve, as in `forget`. "rest" stands for all labelled data that are not
             in `forget`.
         replace: what the forgotten prompts generate instead, as an objective of its own.
-        attack: the adversary of forum, adversarial, bome, moml and moco.
+        attack: the adversary of forum, adversarial, race, bome, moml and moco.
         histogram: the judge inside the training of UNO's hat versions.
         watch: measure the concept rate during the training.
         method: the rule that combines the gradients: a name, a mapping with its options, or an

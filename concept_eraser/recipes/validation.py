@@ -33,7 +33,7 @@ def check(recipe: RecipeFields, method: Any) -> None:
     if method is not None and recipe.attack is not None and not method.needs_attack:
         raise ValueError(
             f"the method {recipe.method.name!r} has no lower-level problem for "
-            "`attack`; use forum, adversarial, bome, moml or moco"
+            "`attack`; use forum, adversarial, race, bome, moml or moco"
         )
     _lora(recipe)
     _negation(recipe)

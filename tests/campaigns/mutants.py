@@ -97,6 +97,7 @@ TESTS: dict[str, list[str]] = {
         METHODS + "natural_gradient.py",
     ],
     "concept_eraser/methods/ngdiff.py": [LAWS, OPTIONS, METHODS + "baselines.py"],
+    "concept_eraser/methods/race.py": [LAWS, OPTIONS, METHODS + "race.py"],
     "concept_eraser/methods/rece.py": [LAWS, OPTIONS, METHODS + "rece.py"],
     "concept_eraser/methods/scrub.py": [LAWS, OPTIONS, METHODS + "scrub.py"],
     "concept_eraser/methods/speed.py": [LAWS, OPTIONS, METHODS + "speed.py"],

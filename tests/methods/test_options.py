@@ -83,6 +83,13 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
         "iterations": ("1", None),
         "tolerance": ("(0", None),
     },
+    "race": {
+        "inner_steps": ("0", None),
+        "inner_lr": ("(0", None),
+        "box": ("(0", None),
+        "retain": ("0", None),
+        "forget": ("0", None),
+    },
     "rece": {
         "epochs": ("0", None),
         "reg": ("(0", None),
@@ -209,6 +216,7 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
         "normalize": False,
     },
     "mini_unlearning": {"k": 10, "rewind": False},
+    "race": {"inner_steps": 10, "inner_lr": 0.1 / 4, "box": 0.1, "retain": 0.0, "forget": 1.0},
     "rece": {
         "epochs": 3,
         "reg": 0.1,
@@ -286,6 +294,7 @@ def test_which_methods_need_single_precision_and_an_attack() -> None:
         "forum",
         "moco",
         "moml",
+        "race",
     }
     edits = {name: plugin for name, plugin in PLUGINS.items() if name not in methods}
     assert all(plugin.needs_fp32 and not plugin.needs_attack for plugin in edits.values())
