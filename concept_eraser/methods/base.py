@@ -148,6 +148,8 @@ class Method(Options, ABC):
     source: ClassVar[str]  # arXiv id or other reference
     needs_fp32: ClassVar[bool] = False  # bf16 is too coarse for differences of gradients
     needs_attack: ClassVar[bool] = False  # it solves a lower-level problem, the objective `attack`
+    # it hardens the model against a later fine-tuning, the objective `relearn`
+    needs_relearning: ClassVar[bool] = False
     # the targets that it can train; None for every target with two losses
     targets: ClassVar[tuple[str, ...] | None] = None
     # the optimizer of a recipe that names none, for a step that another optimizer would rescale

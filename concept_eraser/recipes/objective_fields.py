@@ -90,7 +90,7 @@ _LOSSES = sorted({name for names in LOSS_NAMES.values() for name in names})
 _TRAITS = {"needs_anchor": ANCHORED, "holds_empty": WITH_EMPTY, "needs_images": WITH_TARGET}
 
 
-OBJECTIVES = ("retain", "forget", "replace", "histogram", "attack")
+OBJECTIVES = ("retain", "forget", "replace", "relearn", "histogram", "attack")
 
 
 # pydantic's names of the two forms of `forget` in its errors; no keys of a recipe

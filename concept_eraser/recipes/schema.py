@@ -67,6 +67,13 @@ class RecipeFields(Strict):
             "anchor term)"
         ),
     )
+    relearn: ObjectiveSpec | None = Field(
+        None,
+        description=(
+            "what a later fine-tuning would learn, the objective that meta_unlearning and resalign "
+            "harden the model against"
+        ),
+    )
     attack: AttackSpec | None = Field(
         None, description="the lower-level problem of forum, adversarial, race, bome, moml and moco"
     )

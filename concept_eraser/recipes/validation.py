@@ -35,6 +35,15 @@ def check(recipe: RecipeFields, method: Any) -> None:
             f"the method {recipe.method.name!r} has no lower-level problem for "
             "`attack`; use forum, adversarial, race, bome, moml or moco"
         )
+    if (
+        method is not None
+        and recipe.relearn is not None
+        and not getattr(method, "needs_relearning", False)
+    ):
+        raise ValueError(
+            f"the method {recipe.method.name!r} would train on `relearn` as on any objective; use "
+            "meta_unlearning or resalign, which harden the model against it"
+        )
     _lora(recipe)
     _negation(recipe)
     _finish(recipe, method)
@@ -117,7 +126,7 @@ def _concepts(recipe: RecipeFields) -> None:
             f"{' or '.join(PROMPTED)}); labelled data take several classes in one objective, "
             f"classes: [...], found target {recipe.target!r}"
         )
-    for name in ("replace", "attack", "histogram"):
+    for name in ("replace", "relearn", "attack", "histogram"):
         if getattr(recipe, name) is not None:
             raise ValueError(
                 f"{name} is defined for one concept, found {several} in forget; erase "
@@ -188,6 +197,11 @@ def _fits_target(recipe: RecipeFields) -> None:
             "attack.tokens learns embeddings of tokens, which the target text_encoder reads; found "
             f"target {recipe.target!r}; leave it out for an offset of the prompt's encoding"
         )
+    if recipe.relearn is not None and recipe.target not in PROMPTED:
+        raise ValueError(
+            f"relearn: the target {recipe.target!r} has no objective for a later fine-tuning; use "
+            f"the target {' or '.join(map(repr, PROMPTED))}"
+        )
     if recipe.histogram is not None and recipe.target not in ("denoiser", "vae"):
         raise ValueError(
             f"histogram: the target {recipe.target!r} generates no samples for a "
@@ -247,7 +261,7 @@ def _negation(recipe: RecipeFields) -> None:
     ]
     wrong += [
         f"a {name} objective"
-        for name in ("retain", "replace", "attack", "histogram")
+        for name in ("retain", "replace", "relearn", "attack", "histogram")
         if getattr(recipe, name) is not None
     ]
     wrong += ["batchnorm: train"] if recipe.trainable.batchnorm == "train" else []

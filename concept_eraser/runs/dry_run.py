@@ -255,7 +255,11 @@ def shorten(plan: DryRunPlan) -> Recipe:
         )
         for objective in (
             *objectives,
-            *(content[name] for name in ("retain", "replace", "attack") if name in content),
+            *(
+                content[name]
+                for name in ("retain", "replace", "relearn", "attack")
+                if name in content
+            ),
         ):
             objective["n"] = examples
             if objective.get("elastic"):  # the number of gradients before the first step
