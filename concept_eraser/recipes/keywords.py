@@ -121,6 +121,7 @@ class TrainableSettings(TypedDict, total=False):
     batchnorm: Literal["frozen", "train"]
     lora: int | bool | Literal["none"] | LoraSettings
     saliency: float
+    project: float
     negate: float
     reinitialise: float
 

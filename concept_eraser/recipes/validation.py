@@ -45,6 +45,7 @@ def check(recipe: RecipeFields, method: Any) -> None:
             "meta_unlearning or resalign, which harden the model against it"
         )
     _lora(recipe)
+    _projection(recipe)
     _negation(recipe)
     _finish(recipe, method)
     _optimisation(recipe.training)
@@ -250,6 +251,26 @@ def _lora(recipe: RecipeFields) -> None:
         )
 
 
+def _projection(recipe: RecipeFields) -> None:
+    """Raise ValueError if the training cannot be projected away from retained inputs."""
+    trainable = recipe.trainable
+    if trainable.project is None:
+        return
+    if recipe.retain is None:
+        raise ValueError(
+            "trainable.project keeps the outputs for the inputs of the retain objective, and there "
+            "is none; give the recipe `retain`"
+        )
+    others = [
+        key for key in ("lora", "saliency", "reinitialise") if getattr(trainable, key) is not None
+    ]
+    if others:
+        raise ValueError(
+            f"trainable: project is for changes of whole weights; it cannot be combined with "
+            f"{', '.join(others)}; leave out one of them"
+        )
+
+
 def _negation(recipe: RecipeFields) -> None:
     """Raise ValueError if the training does not give a task vector to negate."""
     if recipe.trainable.negate is None:
@@ -291,11 +312,12 @@ def _finish(recipe: RecipeFields, method: Any) -> None:
         raise ValueError(
             f"finish: a closed form that follows the training of a denoiser; found {finding}"
         )
-    if recipe.trainable.saliency is not None:
-        raise ValueError(
-            "finish rewrites all keys and values of the cross-attention, also those that "
-            "trainable.saliency keeps frozen; leave out one of the two"
-        )
+    for key in ("saliency", "project"):
+        if getattr(recipe.trainable, key) is not None:
+            raise ValueError(
+                "finish rewrites all keys and values of the cross-attention, also those that "
+                f"trainable.{key} keeps frozen; leave out one of the two"
+            )
 
 
 _WITH_BETAS = ("adam", "adamw", "adamw8bit")
