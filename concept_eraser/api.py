@@ -188,7 +188,7 @@ def erase(
             in `forget`.
         replace: what the forgotten prompts generate instead, as an objective of its own.
         relearn: what a later fine-tuning would learn, for meta_unlearning and resalign.
-        attack: the adversary of forum, adversarial, race, bome, moml and moco.
+        attack: the adversary of forum, adversarial, race, stereo, bome, moml and moco.
         histogram: the judge inside the training of UNO's hat versions.
         watch: measure the concept rate during the training.
         method: the rule that combines the gradients: a name, a mapping with its options, or an

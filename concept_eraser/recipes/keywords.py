@@ -77,7 +77,7 @@ class ObjectiveSettings(TypedDict, total=False):
 
 
 class AttackSettings(TypedDict, total=False):
-    """The adversary of forum, adversarial, race, bome, moml and moco."""
+    """The adversary of forum, adversarial, race, stereo, bome, moml and moco."""
 
     decay: float
     n: int

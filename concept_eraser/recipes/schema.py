@@ -75,7 +75,10 @@ class RecipeFields(Strict):
         ),
     )
     attack: AttackSpec | None = Field(
-        None, description="the lower-level problem of forum, adversarial, race, bome, moml and moco"
+        None,
+        description=(
+            "the lower-level problem of forum, adversarial, race, stereo, bome, moml and moco"
+        ),
     )
     histogram: HistogramSpec | None = Field(None, description="for uno-hat, uno-s-hat, s-hat and h")
     watch: WatchSpec | None = Field(

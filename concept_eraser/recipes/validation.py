@@ -33,7 +33,7 @@ def check(recipe: RecipeFields, method: Any) -> None:
     if method is not None and recipe.attack is not None and not method.needs_attack:
         raise ValueError(
             f"the method {recipe.method.name!r} has no lower-level problem for "
-            "`attack`; use forum, adversarial, race, bome, moml or moco"
+            "`attack`; use forum, adversarial, race, stereo, bome, moml or moco"
         )
     if (
         method is not None
@@ -44,6 +44,8 @@ def check(recipe: RecipeFields, method: Any) -> None:
             f"the method {recipe.method.name!r} would train on `relearn` as on any objective; use "
             "meta_unlearning or resalign, which harden the model against it"
         )
+    if method is not None:
+        _search(recipe, method)
     _lora(recipe)
     _projection(recipe)
     _negation(recipe)
@@ -248,6 +250,33 @@ def _lora(recipe: RecipeFields) -> None:
         raise ValueError(
             "elastic is a penalty on changes of weights, which a LoRA keeps frozen; train the "
             "weights themselves, or leave elastic out"
+        )
+
+
+def _search(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError if a search for attacks before the training does not fit the recipe."""
+    search = getattr(method, "search", None)
+    if any(objective.loss == "stereo" for objective in recipe.objective_specs.values()) != bool(
+        search
+    ):
+        raise ValueError(
+            "the method 'stereo' searches for attacks, and the forget loss 'stereo' is about them; "
+            f"use both or none, found the method {recipe.method.name!r}"
+        )
+    if search is None:
+        return
+    rounds, on_weights, on_attack = search
+    steps = rounds * (on_weights + on_attack)
+    if recipe.training.steps <= steps:
+        raise ValueError(
+            f"the method {recipe.method.name!r} searches for attacks in the first {steps} steps "
+            f"({rounds} rounds of {on_weights} and {on_attack}), so training.steps must be larger, "
+            f"found {recipe.training.steps}"
+        )
+    if recipe.training.ema is not None:
+        raise ValueError(
+            f"training.ema averages over all steps, and the method {recipe.method.name!r} starts "
+            "anew after a search; leave ema out"
         )
 
 

@@ -298,6 +298,8 @@ class Engine:
         Returns its row of the log.
         """
         turn = self.eraser.turn(step)
+        if self.eraser.begins_anew:  # the moments are of other weights
+            self.optimizer = self._optimizer(list(self.params.values())[: self.trained_count])
         draws = {objective: self._draws(objective, step) for objective in self.eraser.objectives}
         closure = of_step(
             self.eraser,
@@ -449,6 +451,9 @@ class Engine:
                 parameter.grad = gradient.to(parameter.dtype)
             else:  # the method has scaled the adversary's step already
                 parameter.data.sub_(gradient)
+        if direction.hold_trained:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
         parameters = list(self.params.values())[: self.trained_count]
         before = [p.detach().clone() for p in parameters] if self.mask else []
         self.optimizer.step()

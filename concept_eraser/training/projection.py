@@ -39,6 +39,7 @@ from concept_eraser.utils.provenance import derive_seed
 
 RETAIN = "retain"
 BATCHES = 8  # chosen here; the code uses all data
+ROUNDING = 1e-6  # of singular values, from products of numbers in fp32
 
 
 @torch.no_grad()
@@ -116,16 +117,15 @@ def leading(moment: Tensor, share: float) -> Tensor:
     """Return the leading eigenvectors of X X^T [in, in] as columns: [in, k].
 
     k is the largest number of singular values of X whose sum is at most `share` of the sum of all.
+    Those below ROUNDING times the largest count as 0.
     """
     values: Tensor
     vectors: Tensor
     values, vectors = torch.linalg.eigh(moment)
     singular = values.flip(0).clamp(min=0).sqrt()
-    total = singular.sum()
-    if float(total) == 0:
-        return vectors[:, :0]
+    singular = singular[(singular > 0) & (singular > ROUNDING * singular[0])]
     # a sum that equals the total counts, whatever the rounding
-    k = int((singular.cumsum(0) <= share * total * (1 + 1e-12)).sum())
+    k = int((singular.cumsum(0) <= share * singular.sum() * (1 + 1e-12)).sum())
     return vectors.flip(1)[:, :k]
 
 

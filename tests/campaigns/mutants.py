@@ -105,6 +105,7 @@ TESTS: dict[str, list[str]] = {
     "concept_eraser/methods/scrub.py": [LAWS, OPTIONS, METHODS + "scrub.py"],
     "concept_eraser/methods/speed.py": [LAWS, OPTIONS, METHODS + "speed.py"],
     "concept_eraser/methods/ssd.py": [LAWS, OPTIONS, METHODS + "ssd.py"],
+    "concept_eraser/methods/stereo.py": [LAWS, OPTIONS, METHODS + "stereo.py"],
     "concept_eraser/methods/surgery.py": [LAWS, OPTIONS, METHODS + "baselines.py"],
     "concept_eraser/methods/torchjd.py": [
         LAWS,

@@ -120,6 +120,14 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
         "augmentations": ("0", None),
     },
     "ssd": {"alpha": ("(0", None), "lamb": ("(0", None), "batch": ("1", None)},
+    "stereo": {
+        "rounds": ("1", None),
+        "erase_steps": ("1", None),
+        "inner_steps": ("1", None),
+        "inner_lr": ("(0", None),
+        "retain": ("0", None),
+        "forget": ("0", None),
+    },
     "uce": {"erase_scale": ("(0", None), "preserve_scale": ("0", None), "lamb": ("0", None)},
     "uno": {
         "strength": ("0", None),
@@ -266,6 +274,14 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
         "seed": 0,
         "tokens": "last",
     },
+    "stereo": {
+        "rounds": 4,
+        "erase_steps": 200,
+        "inner_steps": 3000,
+        "inner_lr": 5e-3,
+        "retain": 0.0,
+        "forget": 1.0,
+    },
     "ssd": {"alpha": 10.0, "lamb": 1.0, "batch": 1},
     "uce": {"erase_scale": 1.0, "preserve_scale": 1.0, "lamb": 0.5},
     "natural_gradient": {"damping": 0.0, "fisher_on": "retain", "objective": "retain_mean"},
@@ -328,6 +344,7 @@ def test_which_methods_need_single_precision_and_an_attack() -> None:
         "moco",
         "moml",
         "race",
+        "stereo",
     }
     assert {name for name, plugin in methods.items() if plugin.needs_relearning} == {
         "meta_unlearning",
