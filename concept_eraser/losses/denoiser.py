@@ -21,13 +21,9 @@ before training by default), x_t a noised latent of an example, c its prompt, a 
   1 (`mixture`): with weights 1, g, -g LECO's target, neutral + g (positive - unconditional)
   (p1atdev/LECO, prompt_util.py, lines 106-138), and with b_1 = c that of Concept Sliders (arXiv
   2311.12092)
-* stereo ||eps(x_t, c_k) - T||^2, c_k the prompt under the k-th attack (0: none) and, with s = `eta`
-  and a mean over the K + 1 prompts,
-
-      T = eps*(x_t, "") + (s - 1) (eps*(x_t, a) - eps*(x_t, "")) - (s + 1) mean_j (eps*(x_t, c_j) -
-          eps*(x_t, "")),
-
-  while the attacks are searched for T = eps*(x_t, ""): STEREO (arXiv 2408.16807;
+* stereo ||eps(x_t, c_k) - (n + (s - 1) (eps*(x_t, a) - n) - (s + 1) m)||^2, n = eps*(x_t, ""), c_k
+  the prompt under attack k of K (0: none), s = `eta`, and m the mean of eps*(x_t, c_j) - n over all
+  K + 1; while the attacks are searched for, the target is n: STEREO (arXiv 2408.16807;
   koushiksrivats/robust-concept-erasing, utils/apg.py, normalized_compositional_guidance)
 * resteer mean A^2, A the cross-attention to the concept's tokens: Forget-Me-Not (arXiv 2303.17591;
   SHI-Labs/Forget-Me-Not, src/train_attn.py, lines 272-285)
