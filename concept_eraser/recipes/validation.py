@@ -205,6 +205,11 @@ def _fits_target(recipe: RecipeFields) -> None:
             f"relearn: the target {recipe.target!r} has no objective for a later fine-tuning; use "
             f"the target {' or '.join(map(repr, PROMPTED))}"
         )
+    if recipe.attack is not None and recipe.attack.tokens and recipe.method.name == "race":
+        raise ValueError(
+            "the method 'race' keeps an offset of the prompt in a box, and attack.tokens learns "
+            "whole embeddings; leave attack.tokens out"
+        )
     if recipe.histogram is not None and recipe.target not in ("denoiser", "vae"):
         raise ValueError(
             f"histogram: the target {recipe.target!r} generates no samples for a "

@@ -8,7 +8,9 @@ import torch
 
 from concept_eraser.methods.checks import closure, pair
 from concept_eraser.methods.race import Race, attack_in_box
+from concept_eraser.recipes import recipe
 from concept_eraser.training.closure import LossClosure
+from concept_eraser.utils.errors import UserError
 
 FLOAT = torch.float64
 CENTRE = torch.tensor([0.03, 4.0, -4.0, -0.02], dtype=FLOAT)
@@ -84,3 +86,10 @@ def test_a_retain_set_is_needed_for_its_weight_and_an_attack_always() -> None:
         Race().check_objectives(("forget",))
     with pytest.raises(ValueError, match="needs an attack"):
         Race().direction(closure(*pair(0.1, 1.0, 1.0)))
+
+
+def test_a_box_is_for_an_offset_and_not_for_learned_tokens() -> None:
+    race = "method={name: race, retain: 0.3}"
+    with pytest.raises(UserError, match=r"leave attack\.tokens out"):
+        recipe.load("tiny_star_advunlearn", [race])
+    assert recipe.load("tiny_star_advunlearn", [race, "attack.tokens=0"]).attack is not None
