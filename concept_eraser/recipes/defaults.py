@@ -55,7 +55,12 @@ LORA_RATE, RATE, CAREFUL = 2e-3, 8e-4, 1e-4
 # and a usual one for LoRAs on it
 OTHERS, LORA_OTHERS = 1e-5, 1e-4
 EMPTY = 0.25  # the leaderboard's recipe
-ALONE = ("saliency", "reinitialise", "negate")  # no closed form follows a training with these
+ALONE = (
+    "saliency",
+    "project",
+    "reinitialise",
+    "negate",
+)  # no closed form follows a training with these
 
 
 def complete(changes: Sequence[str]) -> list[str]:
