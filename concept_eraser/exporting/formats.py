@@ -113,15 +113,33 @@ def export(
             f"--block-weights is for a LoRA in kohya's naming (--to kohya), found --to {to}"
         )
     place = _place(Path(source), to, output)
-    base = before if before is not None else _base_of(Path(source))
-    is_change = to in (*_NAMINGS, "tensors") or strength != 1
-    original = loading.original_of(source, base, allow_pickle=allow_pickle) if is_change else None
-    after = loading.load(source, allow_pickle=allow_pickle, base=original or base)
     if not (abs(strength) <= limits.PORTION and math.isfinite(max_error)):
         raise UserError(
             f"strength is a number from -{limits.PORTION:g} to {limits.PORTION:g} and "
             f"max_error a finite one, found {strength:g} and {max_error:g}"
         )
+    base = before if before is not None else _base_of(Path(source))
+    request = LoraRequest(
+        _NAMINGS.get(to, to),
+        strength=strength,
+        rank=rank,
+        max_error=max_error,
+        dtype=dtype,
+        block_weights=tuple(block_weights),
+    )
+    if (
+        to in _NAMINGS
+        and before is None
+        and base is not None
+        and run_base.is_lora_alone(Path(source))
+        and (outline := loading.outline(base)) is not None
+    ):
+        return _write_lora(Path(source), outline, None, place=place, request=request)
+    is_change = to in (*_NAMINGS, "tensors") or strength != 1
+    original = loading.original_of(source, base, allow_pickle=allow_pickle) if is_change else None
+    after = loading.beside(source, original) if original is not None else None
+    if after is None:
+        after = loading.load(source, allow_pickle=allow_pickle, base=original or base)
     left_out = (
         set(after.parts) - set(single_file.written_parts(after)) if to == "single-file" else set()
     )
@@ -138,25 +156,7 @@ def export(
             f"this erasure changed {' and '.join(missing_tensors)}; export --to diffusers"
         )
     if to in _NAMINGS:
-        request = LoraRequest(
-            _NAMINGS[to],
-            strength=strength,
-            rank=rank,
-            max_error=max_error,
-            dtype=dtype,
-            block_weights=tuple(block_weights),
-        )
-        lora = lora_export.write(
-            Path(source), model=original, changes=changes, place=place, request=request
-        )
-        return ExportResult(
-            place,
-            rank=lora.rank,
-            error=lora.error,
-            layer_errors=lora.layers,
-            rounding=lora.rounding,
-            ignored=lora.ignored,
-        )
+        return _write_lora(Path(source), original, changes, place=place, request=request)
     if to == "tensors":
         _write_tensors(original, changes, place, strength)
         return ExportResult(place)
@@ -167,6 +167,20 @@ def export(
                 state[name].copy_(torch.lerp(*pair, strength))  # exact at 0 and at 1
     _write_whole(after, to, place)
     return ExportResult(place)
+
+
+def _write_lora(
+    source: Path, model: Model, changes: Changes | None, *, place: Path, request: LoraRequest
+) -> ExportResult:
+    lora = lora_export.write(source, model=model, changes=changes, place=place, request=request)
+    return ExportResult(
+        place,
+        rank=lora.rank,
+        error=lora.error,
+        layer_errors=lora.layers,
+        rounding=lora.rounding,
+        ignored=lora.ignored,
+    )
 
 
 def _place(source: Path, to: str, output: str | Path | None) -> Path:

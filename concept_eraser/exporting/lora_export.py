@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from concept_eraser.exporting.low_rank import (
     Approximation,
     Changes,
@@ -73,14 +71,15 @@ class LoraFile:
 
 
 def write(
-    source: Path, *, model: Model, changes: Changes, place: Path, request: LoraRequest
+    source: Path, *, model: Model, changes: Changes | None, place: Path, request: LoraRequest
 ) -> LoraFile:
     """Write a change as a LoRA file.
 
     Args:
         source: The run, LoRA or model that the change is from.
-        model: The original model.
-        changes: The change of its weights.
+        model: The original model. Without `changes` its weights are not needed
+            (`loading.outline`).
+        changes: The change of its weights. None for a run whose change is its own LoRA.
         place: The file.
         request: The naming, strength and rank.
 
@@ -90,7 +89,7 @@ def write(
     Raises:
         UserError: A LoRA cannot hold the change, or its error is above `max_error`.
     """
-    if "vae" in changes:
+    if changes is not None and "vae" in changes:
         raise UserError(
             "a LoRA file cannot hold changes of the VAE; export --to diffusers or single-file"
         )
@@ -126,11 +125,17 @@ def write(
 
 
 def _approximate(
-    source: Path, model: Model, changes: Changes, request: LoraRequest
+    source: Path, model: Model, changes: Changes | None, request: LoraRequest
 ) -> Approximation:
     """Return the erasure's own factors, else the best ones of the rank."""
     own = _own_factors(source, model)
-    if own and _is_whole_change(own, changes):  # e.g. not beside another model than trained on
+    if changes is None and not any(up.any() for one in own for _, up in one.layers.values()):
+        raise UserError(
+            f"the LoRA of {source} changes nothing; give the run's original model with --before "
+            "to compare the two"
+        )
+    # e.g. not beside another model than trained on
+    if changes is None or (own and _is_whole_change(own, changes)):
         if request.rank is None or request.rank >= max(one.rank for one in own):
             return Approximation(own, 0.0, None)
         result = approximate(spectra_of_factors(own), 0.0, request.rank, request.max_error)
@@ -217,16 +222,15 @@ def _own_factors(source: Path, model: Model) -> list[Factors]:
 def _is_whole_change(factors: Sequence[Factors], changes: Changes) -> bool:
     """Whether the factors are the whole change, up to a relative error of 1 % (rounding)."""
     remainder, total = 0.0, 0.0
-    products = {
-        (part_factors.part, f"{layer}.weight"): part_factors.change(layer)
-        for part_factors in factors
-        for layer in part_factors.layers
+    owners = {
+        (one.part, f"{layer}.weight"): (one, layer) for one in factors for layer in one.layers
     }
     for part, tensors in changes.items():
         for name, (before, after) in tensors.items():
             change = after.float().cpu() - before.float().cpu()
             total += float(change.square().sum())
-            remainder += float(
-                (change - products.get((part, name), torch.zeros(()))).square().sum()
-            )
+            if (part, name) in owners:  # one product at a time: all are as large as the model
+                one, layer = owners[part, name]
+                change -= one.change(layer)
+            remainder += float(change.square().sum())
     return remainder <= 1e-4 * total

@@ -79,17 +79,13 @@ def _apart(a: Condition, b: Condition) -> Tensor:
 
 
 def anchor(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
-    return _apart(
-        model.embed(draw.tokens, is_attacked=draw.is_attacked),
-        model.embed(draw.anchors, teacher=settings.teacher),
-    )
+    target = model.embed(draw.anchors, teacher=settings.teacher)
+    return _apart(model.embed(draw.tokens, is_attacked=draw.is_attacked), target)
 
 
 def distill(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
-    return _apart(
-        model.embed(draw.tokens, is_attacked=draw.is_attacked),
-        model.embed(draw.tokens, teacher=settings.teacher),
-    )
+    target = model.embed(draw.tokens, teacher=settings.teacher)
+    return _apart(model.embed(draw.tokens, is_attacked=draw.is_attacked), target)
 
 
 def distill_prediction(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
@@ -104,8 +100,8 @@ def data(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Te
 
 def npo(model: TextReader, draw: TextEncoderDraw, settings: LossSettings) -> Tensor:
     assert draw.target is not None  # refused beforehand
-    now, before = (
-        each(_through(model, draw, teacher), draw.target) for teacher in (None, settings.teacher)
+    before, now = (
+        each(_through(model, draw, teacher), draw.target) for teacher in (settings.teacher, None)
     )
     return preference(now, before, settings.beta)
 

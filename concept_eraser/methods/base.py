@@ -100,6 +100,8 @@ class Direction:
     notes: Mapping[str, float] = field(default_factory=dict)  # e.g. {"clamped": 1}
     # take no step at all: an optimiser with momentum or weight decay moves even on a gradient of 0
     hold: bool = False
+    # move the variable of the lower level alone, for the same reason
+    hold_trained: bool = False
 
 
 class Options:
@@ -148,6 +150,8 @@ class Method(Options, ABC):
     source: ClassVar[str]  # arXiv id or other reference
     needs_fp32: ClassVar[bool] = False  # bf16 is too coarse for differences of gradients
     needs_attack: ClassVar[bool] = False  # it solves a lower-level problem, the objective `attack`
+    # it hardens the model against a later fine-tuning, the objective `relearn`
+    needs_relearning: ClassVar[bool] = False
     # the targets that it can train; None for every target with two losses
     targets: ClassVar[tuple[str, ...] | None] = None
     # the optimizer of a recipe that names none, for a step that another optimizer would rescale
@@ -156,6 +160,15 @@ class Method(Options, ABC):
     @abstractmethod
     def direction(self, closure: Closure) -> Direction:
         """Return the step, which the optimiser subtracts as a gradient."""
+
+    @property
+    def search(self) -> tuple[int, int, int] | None:
+        """The rounds of a search for attacks before the training, if there is one.
+
+        They are the number of rounds, and in each of them the steps on the weights and then on the
+        attack. After them the eraser starts anew from the original weights.
+        """
+        return None
 
     def uses_all(self, objectives: tuple[str, ...]) -> bool:
         """Whether every step uses the gradients of all objectives at its first parameters.

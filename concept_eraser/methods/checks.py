@@ -91,11 +91,14 @@ class Fixed:
 def closure(retain: Vec, forget: Vec, method: Method | None = None) -> Fixed:
     """Return a closure with two objectives.
 
-    For a method with a lower-level problem it also has an attack that is solved already.
+    For a method with a lower-level problem it also has an attack that is solved already, and for
+    one against a later fine-tuning a fine-tuning that changes nothing.
     """
     gradients = {"retain": retain, "forget": forget}
     if method is not None and method.needs_attack:
         gradients["attack"] = tuple(torch.zeros_like(part) for part in retain)
+    if method is not None and method.needs_relearning:
+        gradients["relearn"] = tuple(torch.zeros_like(part) for part in retain)
     return Fixed(gradients)
 
 

@@ -375,7 +375,7 @@ def trains_faster_in_bf16() -> bool:
     return has_instructions and find_gpu() is None
 
 
-def onto_gpu(*models: Model) -> None:
+def onto_gpu(*models: Loaded) -> None:
     """Move models to the GPU, if there is one."""
     gpu = find_gpu()
     if gpu is not None:

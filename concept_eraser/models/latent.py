@@ -141,6 +141,39 @@ class Latent(Model):
         model.remember_files(Path(folder))
         return model
 
+    @classmethod
+    def outline(cls, folder: Path, *, source: str) -> Self:
+        """Return the model of a diffusers folder without its weights.
+
+        They are on the meta device, which has names and shapes only. No file of weights is opened.
+
+        Args:
+            folder: The folder, checked by `folder_check.check_pipeline`.
+            source: The model's name.
+        """
+        import diffusers
+        import transformers
+
+        quiet_libraries()
+        family: Any = getattr(diffusers, cls.pipeline_class)
+        components: dict[str, Any] = {}
+        for name, entry in family.load_config(folder).items():
+            if name in cls.left_out or not isinstance(entry, list | tuple):
+                continue
+            if tuple(entry) == (None, None):
+                components[name] = None
+            elif name in (cls.network, "vae", *READERS):
+                library, kind = entry
+                with torch.device("meta"):
+                    if library == "diffusers":
+                        kind = getattr(diffusers, kind)
+                        components[name] = kind.from_config(kind.load_config(folder / name))
+                    else:
+                        kind = getattr(transformers, kind)
+                        config = kind.config_class.from_pretrained(folder / name)
+                        components[name] = kind(config)
+        return cls(family.from_pretrained(folder, **{**components, **cls.left_out}), source)
+
     def remember_files(self, folder: Path) -> None:
         """Remember that the parts came from a diffusers folder: their files and their precision."""
         for part, name in self._component_names().items():

@@ -314,6 +314,55 @@ def original_of(source: Any, original: Any, *, allow_pickle: bool = False) -> Mo
         return None
 
 
+def outline(name: str) -> Model | None:
+    """Return a model without its weights: names, shapes and configurations.
+
+    Args:
+        name: the name of a model, as in `load`.
+
+    Returns:
+        The model with all parts on the meta device. None if it is in no diffusers folder, or if its
+        configurations cannot be read: `load` then names the reason.
+    """
+    try:
+        folder = Path(_configuration(name, None))
+        content = folder_check.check_pipeline(folder)
+        family: Any = _family(content["_class_name"], name)
+        return family.outline(folder, source=name)
+    except Exception:  # a damaged configuration causes any type of error
+        return None
+
+
+def beside(source: str | Path, original: Model) -> Model | None:
+    """Load a run that wrote no pipeline, beside its original.
+
+    Both models share the tensors that the run did not change, so neither may be trained.
+
+    Args:
+        source: the run, of which `run_base.is_rebuilt` is true.
+        original: a model from `original_of`.
+
+    Returns:
+        The erased model. None if `original` has other weights than the run's original.
+
+    Raises:
+        UserError: the run's tensors are damaged or do not fit the model.
+    """
+    path = Path(source)
+    record = run_base.read(path)
+    if record is None or record.differences(original):
+        return None
+    tensors = [
+        tensor
+        for part in original.parts.values()
+        for tensor in (*part.parameters(), *part.buffers())
+    ]
+    model = copy.deepcopy(original, {id(tensor): tensor for tensor in tensors})
+    run_base.apply(path, model, is_shared=True)
+    model.source = str(path)
+    return model
+
+
 def _from_run(path: Path, allow_pickle: bool) -> Model:
     """Load the pipeline of a run folder.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,26 +108,56 @@ def is_rebuilt(folder: Path) -> bool:
     )
 
 
-def apply(folder: Path, model: Model) -> None:
+def is_lora_alone(folder: Path) -> bool:
+    """Whether a folder is a run that is loaded from its original and its LoRA."""
+    return is_rebuilt(folder) and not (folder / WEIGHTS).is_file()
+
+
+def apply(folder: Path, model: Model, *, is_shared: bool = False) -> None:
     """Change the original of a run, in place, into the erased model.
+
+    is_shared: another model has the same tensors. Those that change are copied first.
 
     Raises UserError if the run's tensors are damaged or do not fit the model.
     """
     if (folder / WEIGHTS).is_file():
-        apply_changed_tensors(folder, model)
+        apply_changed_tensors(folder, model, is_shared=is_shared)
         return
     file = folder / lora_files.FOLDER / lora_files.FILE
     require_intact(file)
     header, _ = read_tensor_header(file)
     with torch.no_grad():
         for factors in lora_files.read(model, read_tensors(file), header, str(file)):
+            part = model.parts[factors.part]
+            if is_shared:
+                _own_tensors(part, [f"{layer}.weight" for layer in factors.layers])
             for layer in factors.layers:
-                weight: Any = model.parts[factors.part].get_parameter(f"{layer}.weight")
+                weight: Any = part.get_parameter(f"{layer}.weight")
                 weight += factors.change(layer).to(weight)
 
 
-def apply_changed_tensors(folder: Path, model: Model) -> None:
+def _own_tensors(part: nn.Module, names: Sequence[str]) -> None:
+    """Replace some tensors of a module by copies, under each of their names."""
+    copies: dict[int, Tensor] = {}
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        owner = part.get_submodule(path)
+        table: Any = owner._parameters if attribute in owner._parameters else owner._buffers
+        tensor = table[attribute]
+        if id(tensor) not in copies:
+            copies[id(tensor)] = type(tensor)(tensor.detach().clone())
+            copies[id(tensor)].requires_grad_(tensor.requires_grad)
+    for module in part.modules():  # a tied tensor has several places
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if id(tensor) in copies:
+                    table[key] = copies[id(tensor)]
+
+
+def apply_changed_tensors(folder: Path, model: Model, *, is_shared: bool = False) -> None:
     """Give a model the changed tensors of a run, in place, with all bits of the training.
+
+    is_shared: as in `apply`.
 
     Raises UserError if they do not fit the model.
     """
@@ -147,6 +177,9 @@ def apply_changed_tensors(folder: Path, model: Model) -> None:
             f"{file} does not fit {model.source}: {quote(part)} has no such tensor "
             f"{names_text(misfits[:1])}; was the run made from another model?"
         )
+    if is_shared:
+        _own_tensors(model.parts[part], list(tensors))
+        state = model.parts[part].state_dict()
     with torch.no_grad():
         for name, value in tensors.items():
             state[name].copy_(value)

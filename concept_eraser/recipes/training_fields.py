@@ -189,6 +189,12 @@ class TrainingSpec(Strict):
         ),
     )
 
+    @field_validator("one_pass", mode="before")
+    @classmethod
+    def _words_of_yaml(cls, value: Any) -> Any:
+        """Read the booleans that YAML makes of the words on and off."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
     @field_validator("tracker", mode="before")
     @classmethod
     def _one_tracker(cls, value: Any) -> Any:

@@ -14,7 +14,7 @@ from concept_eraser.data.labelled import Labelled, open_data, rest_of
 from concept_eraser.evaluation.base import Evaluation, Result
 from concept_eraser.evaluation.labelled import classification, reconstruction
 from concept_eraser.evaluation.statistics import Interval
-from concept_eraser.models.base import Loaded, ModelSource
+from concept_eraser.models.base import Loaded, ModelSource, onto_gpu
 from concept_eraser.models.families.clip import Clip
 from concept_eraser.models.loading import load_part, names_code
 from concept_eraser.models.module import WEIGHTS
@@ -77,6 +77,8 @@ def measure(
 ) -> LabelledEvaluation:
     """Measure a run on the examples of its forget set and retain set, and on test examples.
 
+    The models compute on the GPU if there is one. A model in memory stays there.
+
     Args:
         run: the folder of a run on labelled data.
         before: the model before the run, if it was in memory.
@@ -126,6 +128,7 @@ def measure(
     for when, model in (("before", _before(recipe, before, allow_code)), ("after", erased_model)):
         if model is None:
             continue
+        onto_gpu(model)
         module = _module(model, data, recipe)
         if recipe.target == "vae":
             measurements[when] = {"psnr": reconstruction.intervals(module, sets)}

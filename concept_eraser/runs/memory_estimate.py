@@ -80,7 +80,7 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
         optimizer=training.optimizer,
         momentum=training.momentum > 0,
         ema=training.ema is not None,
-        masked=recipe.trainable.saliency is not None,
+        masked=recipe.trainable.saliency is not None or recipe.trainable.project is not None,
         gpu=gpu,
     )
     always = {

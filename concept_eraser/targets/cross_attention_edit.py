@@ -243,7 +243,7 @@ def refuse_ignored(recipe: Recipe) -> None:
         ignored += [
             f"{name}.{key}" for key in _changed_keys(spec, ObjectiveSpec) if key not in allowed_keys
         ]
-    for key in ("lora", "saliency", "reinitialise"):
+    for key in ("lora", "saliency", "project", "reinitialise"):
         if getattr(recipe.trainable, key) is not None:
             ignored.append(f"trainable.{key}")
     training = _changed_keys(recipe.training, TrainingSpec)

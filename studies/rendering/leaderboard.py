@@ -65,7 +65,7 @@ IN_FIGURE = 12  # the largest number of methods with names
 WITH_HOVER = ("tiny_leaderboard",)  # studies with a figure of all methods
 # The rows of the README's table, by the method's name in the study.
 IN_README = {
-    "munba_lora": "MUNBa on a LoRA (the default recipe)",
+    "munba_lora": "MUNBa on a LoRA of all layers",
     "munba": "MUNBa",
     "uno_anchor": "UNO + anchor term",
     "sum": "plain sum",

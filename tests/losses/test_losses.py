@@ -18,6 +18,7 @@ from concept_eraser.losses import LossSettings
 from concept_eraser.losses.denoiser import LOSSES
 from concept_eraser.recipes import recipe
 from concept_eraser.recipes.selections import select
+from concept_eraser.training.memory import Peak
 from concept_eraser.utils.errors import UserError
 
 
@@ -110,6 +111,9 @@ def test_losses_are_their_formulas(tiny) -> None:
         "npo": mean([-2 / 0.5 * math.log(1 / (1 + math.exp(-x))) for x in rise]),
         "resteer": mean(attention),
         "slider": mse(now, before["null"] + 2.5 * (before["anchor"] - before["own"])),
+        "stereo": mse(
+            now, before["null"]
+        ),  # without attacks; tests/methods/test_stereo.py has them
         "histogram": 0.75 * math.log(0.75 / 0.9) + 0.25 * math.log(0.25 / 0.1),
     }
     assert expected.keys() == LOSSES.keys()
@@ -191,6 +195,37 @@ def test_the_teacher_gets_no_gradient_and_the_model_does(tiny) -> None:
     grads = torch.autograd.grad(loss, list(denoiser.trainable().values()))
     assert all(torch.isfinite(g).all() for g in grads)
     assert sum(float(g.abs().sum()) for g in grads) > 0
+
+
+@pytest.mark.parametrize("loss", ["anchor", "distill"])
+def test_a_teacher_works_while_no_activations_are_stored(tiny, loss: str) -> None:
+    """The pass needs the memory of the training loss, and that of the teacher's prediction."""
+    denoiser = eraser(tiny, loss)
+    draw = denoiser.draw("forget", [1, 2])
+    peaks = []
+    for run in (
+        lambda: denoiser.training_loss("forget", draw),
+        lambda: denoiser.loss("forget", draw),
+        lambda: denoiser.losses({"forget": draw})["forget"],
+    ):
+        with Peak() as counter:
+            run()
+        peaks.append(counter.peak)
+    few = 8 * draw.noisy.nbytes
+    assert few < 0.05 * peaks[0]
+    assert max(peaks) <= peaks[0] + few
+
+
+def test_autocast_stores_no_weights_of_a_teacher(tiny) -> None:
+    """Copies without gradients would otherwise be used for the model in training."""
+    denoiser = eraser(tiny, "anchor", settings=LossSettings(teacher="current"))
+    with torch.autocast("cpu", torch.bfloat16):
+        with denoiser.weights_of("current"):
+            assert not torch.is_autocast_cache_enabled()
+        assert torch.is_autocast_cache_enabled()
+        loss = denoiser.loss("forget", denoiser.draw("forget", [3]))
+    gradients = torch.autograd.grad(loss, list(denoiser.trainable().values()), allow_unused=True)
+    assert all(one is not None and one.any() for one in gradients)
 
 
 def test_scale_and_timesteps(tiny) -> None:

@@ -157,13 +157,16 @@ def test_losses_of_a_classifier(loss: str, steps: list[Counts], tmp_path: Path) 
 @slow
 @pytest.mark.parametrize("name", golden.LABELLED_TARGETS)
 def test_targets_with_labels(name: str, device: torch.device, tmp_path: Path) -> None:
-    """They are trained on the device. `evaluate` measures them on the CPU."""
+    """They are trained and measured on the device."""
     with count() as counts:
         run = concept_eraser.erase(
             two_steps(golden.LABELLED_TARGETS[name]), output=tmp_path / "run"
         )
     assert counts.operators
-    assert concept_eraser.evaluate(str(run.folder)).results
+    with count() as counts:
+        assert concept_eraser.evaluate(str(run.folder)).results
+    assert counts.operators
+    assert counts.bytes_to_device
 
 
 @slow

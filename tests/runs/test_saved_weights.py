@@ -158,8 +158,53 @@ def test_the_original_of_a_lora_run_is_read_once(
         for name, value in original.denoiser.state_dict().items()
     )
     names.clear()
-    concept_eraser.export(runs["lora"].folder, "kohya", output=tmp_path / "kohya.safetensors")
+    concept_eraser.export(runs["lora"].folder, "tensors", output=tmp_path / "t.safetensors")
     assert len(names) == 1
+
+
+def test_a_lora_run_is_exported_without_the_weights_of_its_original(
+    runs: dict[str, Any], original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is that of the comparison with the original, byte for byte."""
+    folder = runs["lora"].folder
+    options = {"strength": 0.5, "rank": 1, "max_error": 0.9}
+    expected = concept_eraser.export(
+        folder, "kohya", before=str(original), output=tmp_path / "expected.safetensors", **options
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "_from_folder", lambda *_: pytest.fail("weights are loaded"))
+        result = concept_eraser.export(
+            folder, "kohya", output=tmp_path / "expected" / "expected.safetensors", **options
+        )
+        outline = loading.outline(str(original))
+    assert result.path.read_bytes() == expected.path.read_bytes()
+    assert (result.rank, result.error) == (expected.rank, expected.error)
+    assert {value.device.type for value in outline.denoiser.state_dict().values()} == {"meta"}
+    assert loading.outline("no such model") is None
+
+
+@pytest.mark.parametrize("kind", ["lora", "changed"])
+def test_an_erased_model_beside_its_original_takes_the_bytes_of_its_change(
+    kind: str, runs: dict[str, Any], original: Path
+) -> None:
+    model = loading.load(original)
+    before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
+    erased = loading.beside(runs[kind].folder, model)
+    assert same(erased, runs[kind].load())
+    storages = [
+        {
+            value.data_ptr(): value.nbytes
+            for part in one.parts.values()
+            for value in part.parameters()
+        }
+        for one in (model, erased)
+    ]
+    own_bytes = sum(size for place, size in storages[1].items() if place not in storages[0])
+    changed = load_file(runs["changed"].folder / "weights.safetensors")
+    assert own_bytes == sum(value.nbytes for value in changed.values())
+    for name, value in model.denoiser.state_dict().items():
+        assert torch.equal(value, before[name]), "the original does not change"
+    assert loading.beside(runs[kind].folder, erased) is None, "another original"
 
 
 def test_every_command_takes_a_lora_run(runs: dict[str, Any], tmp_path: Path) -> None:

@@ -480,5 +480,7 @@ def test_the_default_is_off_and_not_in_the_recipe() -> None:
     assert "one_pass" not in recipe.resolved()["training"]
     joint = recipes.load(short(training__one_pass="on"))
     assert joint.fingerprint != recipe.fingerprint
+    assert recipes.load(short(), ["training.one_pass=on"]).fingerprint == joint.fingerprint
+    assert recipes.load(short(), ["training.one_pass=off"]).fingerprint == recipe.fingerprint
     with pytest.raises(concept_eraser.UserError, match="one_pass"):
         recipes.load(short(training__one_pass="both"))
