@@ -21,6 +21,7 @@ from concept_eraser.evaluation.attacks.runner import Campaign as Campaign
 from concept_eraser.evaluation.base import Evaluation as Evaluation
 from concept_eraser.evaluation.never_learned import NeverLearned, RetrainingGap, read_record
 from concept_eraser.evaluation.suite import PromptEvaluation as PromptEvaluation
+from concept_eraser.exporting.eval_results import hub_files as hub_files
 from concept_eraser.exporting.formats import export as export
 from concept_eraser.exporting.hub import push_to_hub as push_to_hub
 from concept_eraser.exporting.merge import merge as merge
@@ -126,6 +127,7 @@ def erase(
     concepts: Literal["together", "rotate"] | None = None,
     retain: keywords.Objective | None = None,
     replace: keywords.Objective | None = None,
+    relearn: keywords.Objective | None = None,
     attack: keywords.AttackSettings | None = None,
     histogram: keywords.HistogramSettings | None = None,
     watch: keywords.WatchSettings | None = None,
@@ -186,7 +188,8 @@ def erase(
         retain: what to preserve, as in `forget`. "rest" stands for all labelled data that are not
             in `forget`.
         replace: what the forgotten prompts generate instead, as an objective of its own.
-        attack: the adversary of forum, adversarial, bome, moml and moco.
+        relearn: what a later fine-tuning would learn, for meta_unlearning and resalign.
+        attack: the adversary of forum, adversarial, race, stereo, bome, moml and moco.
         histogram: the judge inside the training of UNO's hat versions.
         watch: measure the concept rate during the training.
         method: the rule that combines the gradients: a name, a mapping with its options, or an
@@ -250,6 +253,7 @@ def erase(
         "concepts": concepts,
         "retain": retain,
         "replace": replace,
+        "relearn": relearn,
         "attack": attack,
         "histogram": histogram,
         "watch": watch,

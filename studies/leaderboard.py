@@ -71,6 +71,7 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
     for objective, prompts in (
         ("forget", where["forget"]),
         ("replace", where["forget"]),
+        ("relearn", where["forget"]),
         ("retain", where["retain"]),
     ):
         spec = getattr(recipe, objective)

@@ -31,7 +31,8 @@ EXAMPLES = 16
 def shorten(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe with few steps and images. Batches, parameters and method are unchanged."""
     short = json.loads(json.dumps(recipe))
-    objectives = [short[key] for key in ("forget", "retain", "replace", "attack") if key in short]
+    names = ("forget", "retain", "replace", "relearn", "attack")
+    objectives = [short[key] for key in names if key in short]
     for objective in (
         one for some in objectives for one in (some if isinstance(some, list) else [some])
     ):

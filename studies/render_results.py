@@ -30,6 +30,7 @@ from studies.rendering import (
     location,
     one_line,
     others,
+    published,
     quickstart,
     several_concepts,
     side_effects,
@@ -71,6 +72,8 @@ def pages() -> dict[Path, str]:
         if runs:
             contents[TABLES / f"{study}.md"] = studies.study_page(study, title, render(runs), runs)
     contents[TABLES / "papers.md"] = others.paper_problems()
+    if Results(published.STUDY):
+        contents[TABLES / "published.md"] = published.page()
     if Results("robustness"):
         contents[TABLES / "robustness.md"] = others.robustness()
     renderers: dict[str, Callable[[], str]] = {

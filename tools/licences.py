@@ -328,6 +328,12 @@ DATA = [
         "Apache-2.0",
     ),
     ("eval/*.yaml", "suites", MADE, "Apache-2.0"),
+    (
+        "studies/published/*",
+        "rows of published leaderboards, each with its source",
+        "read from the named pages; numbers only, no text is copied",
+        "the files: Apache-2.0; the pages: none was read",
+    ),
     ("studies/configs/*", "configurations and notes of the studies", MADE, "Apache-2.0"),
     ("docs/*.png", "images of the bundled model, screenshots of the demo", MADE, "Apache-2.0"),
     ("docs/*.md", "documents", MADE, "Apache-2.0"),

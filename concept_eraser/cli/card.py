@@ -24,23 +24,50 @@ def card(
             help="licence of the weights, as the hub spells it (default: the card asks for it)"
         ),
     ] = "other",
+    benchmark: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="OWNER/DATASET",
+            help="the dataset on the hub that is to have the numbers' tasks; with --results",
+            show_default=False,
+        ),
+    ] = None,
+    results: Annotated[
+        Optional[Path],
+        typer.Option(
+            help=(
+                "a folder for the numbers in the hub's form: model/.eval_results/*.yaml for the "
+                "model's repository, dataset/eval.yaml for that of --benchmark"
+            ),
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="replace the file at --output")
+        bool, typer.Option("--overwrite", help="replace the files at --output and --results")
     ] = False,
 ) -> None:
-    """Write the model card of a run.
+    """Write the model card of a run, or its numbers as the hub's evaluation results.
 
-    It states what was erased and how, every number with its interval, the attacks and the limits.
+    The card states what was erased and how, every number with its interval, the attacks and the
+    limits.
 
     [bold]Examples[/bold]
 
       concept-eraser card runs/tiny_star_munba
 
       concept-eraser card runs/mine --repo me/no-star --license openrail++ -o README.md
+
+      concept-eraser card runs/mine --benchmark me/erasure --results hub_files
     """
     from concept_eraser import api
     from concept_eraser.storage.writers import probe, write_text
 
+    if (benchmark is None) != (results is None):
+        raise UserError("--benchmark and --results belong together; give both, or neither")
+    if benchmark is not None and results is not None:
+        _write_results(run, benchmark, results, overwrite)
+        if output is None:
+            return
     if output is not None:
         if output.is_file() and not overwrite:
             raise UserError(f"{output} exists already; give another --output, or --overwrite")
@@ -51,3 +78,23 @@ def card(
         return
     write_text(output, text, overwrite=overwrite)
     typer.echo(f"written: {output}")
+
+
+def _write_results(run: Path, benchmark: str, folder: Path, overwrite: bool) -> None:
+    """Write the numbers of a run for the repositories of the model and of the benchmark."""
+    from concept_eraser import api
+    from concept_eraser.storage.writers import write_text
+
+    files = api.hub_files(run, benchmark)
+    for name in files:
+        if (folder / name).is_file() and not overwrite:
+            raise UserError(
+                f"{folder / name} exists already; give another --results, or --overwrite"
+            )
+    for name, text in files.items():
+        write_text(folder / name, text, overwrite=overwrite)
+        typer.echo(f"written: {folder / name}")
+    typer.echo(
+        "eval.yaml names no evaluation_framework, because the hub's list does not have "
+        "concept_eraser. The hub may refuse the file until its list does."
+    )

@@ -35,6 +35,17 @@ def push(
             help="licence of the weights, as the hub spells it (default: the card asks for it)"
         ),
     ] = "other",
+    benchmark: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="OWNER/DATASET",
+            help=(
+                "also upload the numbers as .eval_results/*.yaml, which the model's page shows; "
+                "the dataset's eval.yaml has their tasks, see: concept-eraser card --help"
+            ),
+            show_default=False,
+        ),
+    ] = None,
     token: Annotated[
         Optional[str],
         typer.Option(
@@ -66,6 +77,7 @@ def push(
         private=private,
         revision=revision,
         license=license,
+        benchmark=benchmark,
         token=token,
         dry_run=dry_run,
     )

@@ -20,13 +20,15 @@ some of its rows:
     about: the rows of I2P that are sexual
     file: hf://AIML-TUDA/i2p/i2p_benchmark.csv      # or a path, or data://i2p.csv (tables.py)
     where: {categories: sexual, nudity_percentage: "> 50"}
+    template: "a photo of {noun}"    # a prompt from other columns; may be left out
 
 A set may include shipped sets by name, and leave out the rows that mention a word:
 
     include: [general]
     without: [star, pentagram]
 
-A recipe or a suite may hold the same keys in place of a name, apart from `file` and `where`.
+A recipe or a suite may hold the same keys in place of a name, apart from `file`, `where`
+and `template`.
 
 Every field of a row can be used in an anchor: with `anchor: "a {color} square"` each prompt gets
 its own; with `anchor: {shape: circle}` it is the prompt's own template with another shape. A value
@@ -203,7 +205,7 @@ def load(source: str | Path | Sequence[str] | Mapping[str, Any] | PromptSet) -> 
 
 
 _CHARACTERS = 100_000_000  # characters of all prompts of an expansion
-KEYS = ("about", "include", "prompts", "expand", "without", "file", "where")
+KEYS = ("about", "include", "prompts", "expand", "without", "file", "where", "template")
 INLINE_KEYS = KEYS[:5]  # of a set that a recipe or a suite holds: it has no folder of its own
 
 
@@ -308,9 +310,15 @@ def _rows(
     table = None
     if path is not None:
         table = mistakes.one(partial(_beside, path), content.get("file"), None)
+    template = mistakes.one(_template, content.get("template"), None)
     if where and content.get("file") is None:
         mistakes.lines.append(
             "where: there is no `file` whose rows it could choose; add it, or remove `where`"
+        )
+    if template is not None and content.get("file") is None:
+        mistakes.lines.append(
+            "template: there is no `file` whose columns it could name; for lists of values use "
+            "`expand`"
         )
     expansion = _expand(content.get("expand"), mistakes)
     mistakes.require_none(name)
@@ -319,7 +327,7 @@ def _rows(
         about = str(content.get("about") or "")
         table = tables.from_data(table, about) if is_local else tables.from_hub(table)
     rows = [row for prompt_set in included_rows for row in prompt_set] + rows
-    rows += (_of_table(table, where) if table is not None else []) + expansion
+    rows += (_of_table(table, where, template) if table is not None else []) + expansion
     mention = mention_pattern(words)
     return [row for row in rows if mention is None or not mention.search(row.text.casefold())]
 
@@ -422,10 +430,22 @@ def _beside(path: Path, file: Any) -> Path | str | None:
     return table
 
 
-def _of_table(path: Path, where: Mapping[str, Any]) -> list[Prompt]:
+def _template(value: Any) -> str | None:
+    """Return the text under `template`. Raises ValueError if it names no column."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not templates.fields(value):
+        raise ValueError(
+            "template: expected a text with the name of a column in braces, e.g. "
+            f'"a photo of {{noun}}", found {quote(value)}'
+        )
+    return value
+
+
+def _of_table(path: Path, where: Mapping[str, Any], template: str | None = None) -> list[Prompt]:
     rows = [
         Prompt(row.text, row.fields, seed=row.seed, guidance=row.guidance)
-        for row in tables.read(path, where)
+        for row in tables.read(path, where, template)
     ]
     if not rows and where:
         raise UserError(

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from concept_eraser.data import templates
 from concept_eraser.data.templates import text_problem
 from concept_eraser.models import hub
 from concept_eraser.storage.readers import TABLE_BYTES, parse_json, read_text
@@ -35,6 +36,7 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".json")
 HUB = "hf://"
 DATA = "data://"
 _TEXT = ("prompt", "text", "caption")
+_PROMPT = ""  # where a row has the text of a template; no column of a table has this name
 _SEED = ("evaluation_seed", "sd_seed", "seed")
 _GUIDANCE = ("evaluation_guidance", "sd_guidance_scale", "guidance")
 _COMPARE = {
@@ -131,10 +133,18 @@ def from_data(address: str, about: str = "") -> Path:
     )
 
 
-def read(path: Path, where: Mapping[str, Any]) -> list[Row]:
+def read(path: Path, where: Mapping[str, Any], template: str | None = None) -> list[Row]:
     """Return the rows of a table that meet all conditions, in its order.
 
-    Raises UserError for a file that is no table of prompts.
+    Args:
+        path: The table.
+        where: A condition for each of some columns.
+        template: A text with names of columns in braces, which makes the prompt of a row. Rows with
+            an empty cell in one of these columns are left out. None: the column of prompts.
+
+    Raises:
+        UserError: The file is no table of prompts, or has no such column.
+        ValueError: The template is invalid.
     """
     if not path.exists():
         raise UserError(f"no such table of prompts: {path}; check the path")
@@ -143,14 +153,20 @@ def read(path: Path, where: Mapping[str, Any]) -> list[Row]:
     if not rows:
         return []
     columns = rows[0][1]
-    unknown_columns = [key for key in where if key not in columns]
+    names = [] if template is None else templates.fields(template)
+    unknown_columns = [key for key in (*where, *names) if key not in columns]
     if unknown_columns:
         raise UserError(
             f"{path} has no column {quote(unknown_columns[0])}; it has {names_text(columns)}"
         )
     selection = []
     for place, row in rows:
-        text, seed, guidance = (_column(row, names) for names in (_TEXT, _SEED, _GUIDANCE))
+        text, seed, guidance = (_column(row, known) for known in (_TEXT, _SEED, _GUIDANCE))
+        if template is not None:
+            if not all(row.get(name) for name in names):
+                continue
+            text = _PROMPT
+            row = {**row, text: templates.fill(template, row)}
         if text is None:
             raise UserError(
                 f"{place} has no column of prompts ({' or '.join(_TEXT)}); it has {names_text(row)}"

@@ -89,6 +89,11 @@ class Eraser(Protocol):
         """
         ...
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the step that began has the original weights again, after a search."""
+        ...
+
     def settle(self, objective: str, draw: Any) -> None:
         """Update the running statistics by one micro-batch, after the step."""
         ...
@@ -135,12 +140,31 @@ class AttackTerms:
         is_sum: Whether the forget loss is the sum of its values without and with the attack.
         tokens: The number of learned tokens before the prompt; 0 for an offset of all tokens.
         seed: The seed of the random tokens from which these are learned.
+        search: The rounds of a search for several attacks: their number, and in each of them the
+            steps on the weights and then on the attack (`Method.search`). None for one attack.
     """
 
     warmup: int = 0
     is_sum: bool = True
     tokens: int = 0
     seed: int = 0
+    search: tuple[int, int, int] | None = None
+
+    @property
+    def kept(self) -> int:
+        """The number of attacks that a search keeps."""
+        return self.search[0] if self.search else 0
+
+    def round_of(self, step: int) -> int:
+        """Return the round of the search that a step is in, from 0; `kept` after the search."""
+        if self.search is None:
+            return 0
+        rounds, on_weights, on_attack = self.search
+        return min(step // (on_weights + on_attack), rounds)
+
+    def begins_anew(self, step: int) -> bool:
+        """Whether a step is the first after a search."""
+        return self.search is not None and step == self.kept * sum(self.search[1:])
 
 
 NO_TERMS = AttackTerms()
@@ -165,6 +189,7 @@ class Part:
     """
 
     delta: nn.Parameter | None = None  # the offset of an adversary, if a target has one
+    begins_anew: bool = False  # see `Eraser.begins_anew`
 
     def __init__(
         self,

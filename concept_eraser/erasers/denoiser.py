@@ -7,6 +7,11 @@ The attack's loss is the training loss on the forgotten images under e_c + delta
 that condition in place of the training loss. The forget loss is then the sum of its values at delta
 and at 0, or that at delta alone (`attack.forget`). For examples without their prompt
 (`empty_prompts`), delta is added to the empty one.
+
+A search (`AttackTerms.search`) keeps several offsets, delta [K, tokens, width]. In round r the
+forgotten prompts are under the offset of round r - 1 (none in the first), and the attack learns
+that of round r. After the last round the weights have their original values again, and each
+forgotten example has one of the K offsets, or none.
 """
 
 from __future__ import annotations
@@ -76,15 +81,15 @@ class Denoiser(Part):
             attack=attack,
         )
         self.model, self.objective_by_name = model, objectives
+        self.round = 0  # of a search for attacks
         # of the objectives that hold the weights elastically
         self.fisher: dict[str, list[Tensor]] = {}
         if "attack" in objectives:
             one = objectives["attack"].examples.null.tensors.get(EMBEDDING)
             if one is None:
                 raise model.lacks("an adversary on the text's embedding")
-            self.delta = nn.Parameter(
-                torch.zeros_like(one, dtype=torch.float32, device=model.device)
-            )
+            kept = (max(1, attack.kept), *one.shape[1:])
+            self.delta = nn.Parameter(torch.zeros(kept, dtype=torch.float32, device=model.device))
         for name, objective in objectives.items():
             if objective.examples.latents is None and find(LOSSES, objective.loss).needs_images:
                 image_free_losses = sorted(k for k, v in LOSSES.items() if not v.needs_images)
@@ -103,6 +108,16 @@ class Denoiser(Part):
                     f"text, as in Stable Diffusion 1, 2 and XL; {model.source} "
                     f"({model.family}) has none"
                 )
+
+    def turn(self, step: int | None) -> dict[str, str]:
+        """Begin a step. The weights have their original values again after a search."""
+        self.round = self.attack.round_of(0 if step is None else step)
+        self.begins_anew = step is not None and self.attack.begins_anew(step)
+        if self.begins_anew:
+            with torch.no_grad():
+                for name, parameter in self.trainable().items():
+                    parameter.copy_(self.originals[name])
+        return super().turn(step)
 
     def draw(self, objective_name: str, seeds: Sequence[int]) -> DenoiserDraw:
         """Choose examples, time steps and noise of one micro-batch, with one seed for each example.
@@ -124,6 +139,7 @@ class Denoiser(Part):
         low, high = objective.timesteps
         high = min(high, self.model.timesteps)
         t = torch.cat([torch.randint(low, high, (1,), generator=g) for g in generators]).to(device)
+        attacks = self._attacks(objective_name, generators)
         noisy = self.model.corrupt(batch.latents, noise, t)
         target = self.model.target(batch.latents, noise, t)
         return DenoiserDraw(
@@ -135,7 +151,19 @@ class Denoiser(Part):
             target=target,
             positions=batch.positions,
             mixture=batch.mixture,
+            attacks=None if attacks is None else attacks.to(device),
         )
+
+    def _attacks(self, objective_name: str, generators: Sequence[torch.Generator]) -> Tensor | None:
+        """Return the number of the attack on each example, 0 for none; None without a search."""
+        kept, count = self.attack.kept, len(generators)
+        if not kept or objective_name not in ("attack", "forget"):
+            return None
+        if objective_name == "attack":
+            return torch.full((count,), min(self.round + 1, kept))
+        if self.round < kept:
+            return torch.full((count,), self.round)
+        return torch.cat([torch.randint(kept + 1, (1,), generator=g) for g in generators])
 
     def _draw_free(
         self, objective: DenoiserObjective, batch: Batch, noise: Tensor, generator: torch.Generator
@@ -192,10 +220,9 @@ class Denoiser(Part):
         """
         own_condition = draw.condition if condition is None else condition
         if teacher is None:
+            is_shifted = (draw.is_attacked or draw.attacks is not None) and condition is None
             model_condition = (
-                self._attack_condition(own_condition)
-                if draw.is_attacked and condition is None
-                else own_condition
+                self._attack_condition(own_condition, draw.attacks) if is_shifted else own_condition
             )
             return self.model.denoise(draw.noisy, draw.t, model_condition)
         return self._teach(draw.noisy, draw.t, own_condition, teacher)
@@ -217,6 +244,20 @@ class Denoiser(Part):
             self._attack_condition(draw.condition) if draw.is_attacked else draw.condition
         )
         return self.model.attention(draw.noisy, draw.t, model_condition)
+
+    def attacked_conditions(self, draw: DenoiserDraw) -> Sequence[Condition]:
+        """Return the prompts of a draw under none and under each of the attacks of a search.
+
+        They are constants. There are none during the search, and without one.
+        """
+        kept = self.attack.kept
+        if not kept or self.round < kept:
+            return ()
+        with torch.no_grad():
+            return tuple(
+                self._attack_condition(draw.condition, torch.full_like(draw.t, k).long())
+                for k in range(kept + 1)
+            )
 
     def hold(self, seeds: Mapping[str, Sequence[int]]) -> None:
         """Measure how much the training loss depends on each trained weight.
@@ -241,9 +282,14 @@ class Denoiser(Part):
         name = self.objective_of(objective_name)
         objective = self.objective_by_name[name]
         loss, settings = find(LOSSES, objective.loss), objective.settings
-        value = self.under_attack(
-            objective_name, draw, objective, lambda d: loss.compute(self, d, settings)
-        )
+        if self.attack.kept:
+            value = objective.scale * loss.compute(self, draw, settings)
+            if objective_name == "attack" and self.delta is not None:
+                value = value + 0.5 * objective.decay * self.delta.square().sum()
+        else:
+            value = self.under_attack(
+                objective_name, draw, objective, lambda d: loss.compute(self, d, settings)
+            )
         if name not in self.fisher:
             return value
         weights = list(self.trainable().values())
@@ -326,10 +372,14 @@ class Denoiser(Part):
                 answers[name][teacher, id(condition)] = part
         return answers
 
-    def _attack_condition(self, condition: Condition) -> Condition:
+    def _attack_condition(self, condition: Condition, attacks: Tensor | None = None) -> Condition:
+        """Return a condition under the offset, or under the offset of each example's number."""
         assert self.delta is not None
         states = condition.tensors[EMBEDDING]
-        return Condition({**condition.tensors, EMBEDDING: states + self.delta.to(states.dtype)})
+        offset: Tensor = self.delta
+        if attacks is not None:
+            offset = torch.cat([torch.zeros_like(self.delta[:1]), self.delta])[attacks]
+        return Condition({**condition.tensors, EMBEDDING: states + offset.to(states.dtype)})
 
 
 def _joined(conditions: Sequence[Condition]) -> Condition:
@@ -384,6 +434,9 @@ class SharedPrediction:
     def image(self, draw: DenoiserDraw) -> Tensor:
         model = self.eraser.model
         return model.decode(model.clean(draw.noisy, draw.t, self.predict(draw)))
+
+    def attacked_conditions(self, draw: DenoiserDraw) -> Sequence[Condition]:
+        raise Inseparable("a loss needs the attacks of a search")
 
     def attention(self, draw: DenoiserDraw) -> Sequence[Tensor]:
         raise Inseparable("a loss needs the cross-attention of the model in training")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.exporting import model_card
+from concept_eraser.exporting import eval_results, model_card
 from concept_eraser.exporting.card_snippets import whole_model
 from concept_eraser.models import hub, run_base
 from concept_eraser.reporting import run_results
@@ -73,6 +73,7 @@ def push_to_hub(
     private: bool = False,
     revision: str | None = None,
     license: str = "other",
+    benchmark: str | None = None,
     token: str | None = None,
     dry_run: bool = False,
 ) -> HubUpload:
@@ -87,6 +88,8 @@ def push_to_hub(
         private: whether a new repository is private.
         revision: a branch. It is created if it does not exist.
         license: the licence of the weights, see `card`.
+        benchmark: the hub id of a dataset whose eval.yaml has the tasks of the run's numbers. The
+            numbers are then also uploaded into `.eval_results`, which the model's page shows.
         token: a token of the hub (default: $HF_TOKEN, or the one of `hf auth login`).
         dry_run: use no network and upload nothing.
 
@@ -94,8 +97,8 @@ def push_to_hub(
         The files, the card, and the address of the commit.
 
     Raises:
-        UserError: the run is unfinished or has no files for `kind`, the name is wrong, or the hub
-            cannot be reached or refuses.
+        UserError: the run is unfinished or has no files for `kind`, a name is wrong, there is a
+            `benchmark` but no number, or the hub cannot be reached or refuses.
 
     Example:
         >>> import concept_eraser
@@ -116,6 +119,7 @@ def push_to_hub(
         Upload("README.md", card.encode()),
         *_weights(folder, kind, left_out),
         *_cleaned_files(folder),
+        *(_evaluation_results(folder, benchmark, name, revision) if benchmark else ()),
     )
     upload = HubUpload(
         name, uploads, card, tuple(model_card.warnings(folder)), left_out=tuple(left_out)
@@ -189,7 +193,17 @@ def _cleaned_files(folder: Path) -> Iterator[Upload]:
                 if path.name == "recipe.yaml"
                 else _without_place(path)
             )
-            yield Upload(f"concept_eraser/{path.relative_to(folder).as_posix()}", text.encode())
+            record = f"{eval_results.RECORDS}/{path.relative_to(folder).as_posix()}"
+            yield Upload(record, text.encode())
+
+
+def _evaluation_results(
+    folder: Path, benchmark: str, repository: str, revision: str | None
+) -> Iterator[Upload]:
+    """Yield the numbers of a run in the hub's form."""
+    source = f"https://huggingface.co/{repository}/blob/{revision or 'main'}"
+    for name, text in eval_results.model_files(folder, benchmark, source=source).items():
+        yield Upload(name, text.encode())
 
 
 def _without_place(path: Path) -> str:

@@ -21,6 +21,10 @@ before training by default), x_t a noised latent of an example, c its prompt, a 
   1 (`mixture`): with weights 1, g, -g LECO's target, neutral + g (positive - unconditional)
   (p1atdev/LECO, prompt_util.py, lines 106-138), and with b_1 = c that of Concept Sliders (arXiv
   2311.12092)
+* stereo ||eps(x_t, c_k) - (n + (s - 1) (eps*(x_t, a) - n) - (s + 1) m)||^2, n = eps*(x_t, ""), c_k
+  the prompt under attack k of K (0: none), s = `eta`, and m the mean of eps*(x_t, c_j) - n over all
+  K + 1; while the attacks are searched for, the target is n: STEREO (arXiv 2408.16807;
+  koushiksrivats/robust-concept-erasing, utils/apg.py, normalized_compositional_guidance)
 * resteer mean A^2, A the cross-attention to the concept's tokens: Forget-Me-Not (arXiv 2303.17591;
   SHI-Labs/Forget-Me-Not, src/train_attn.py, lines 272-285)
 
@@ -107,6 +111,8 @@ class DenoiserDraw:
     mixture: tuple[tuple[float, Condition], ...] = ()
     # whether an adversary's offset is added to the prompt, for the model in training only
     is_attacked: bool = False
+    # [b]: of a search for several attacks, the number of each example's, 0 for none
+    attacks: Tensor | None = None
 
     @property
     def terms(self) -> int:
@@ -124,6 +130,7 @@ class Predictor(Protocol):
     ) -> Tensor: ...
     def image(self, draw: DenoiserDraw) -> Tensor: ...
     def attention(self, draw: DenoiserDraw) -> Sequence[Tensor]: ...
+    def attacked_conditions(self, draw: DenoiserDraw) -> Sequence[Condition]: ...
 
 
 def _mse(prediction: Tensor, target: Tensor) -> Tensor:
@@ -185,6 +192,18 @@ def slider(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tens
     return _mse(model.predict(draw), torch.stack(terms).sum(0))
 
 
+def stereo(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    free = model.predict(draw, draw.null, teacher=settings.teacher).float()
+    conditions = model.attacked_conditions(draw)
+    if not conditions:  # during the search
+        return _mse(model.predict(draw), free)
+    away = [model.predict(draw, c, teacher=settings.teacher).float() - free for c in conditions]
+    towards = model.predict(draw, draw.anchor, teacher=settings.teacher).float() - free
+    strength = settings.eta
+    target = free + (strength - 1) * towards - (strength + 1) * torch.stack(away).mean(0)
+    return _mse(model.predict(draw), target)
+
+
 def histogram(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
     assert settings.shows is not None  # the recipe's section of this name brings a judge
     absence = 1 - settings.shows(model.image(draw)).mean()
@@ -218,6 +237,7 @@ LOSSES: dict[str, Loss] = {
     "npo": Formula(npo, needs_images=True, teachers=_own),
     "resteer": Formula(resteer),
     "slider": Formula(slider, teachers=_mixture),
+    "stereo": Formula(stereo, needs_anchor=True),
 }
 
 

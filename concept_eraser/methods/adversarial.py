@@ -18,7 +18,7 @@ Deliberate differences:
 * The default attack is an offset of the embedding, as in FORUM. It starts from its last value and
   takes plain gradient steps. So only the treatment of the two levels differs from FORUM.
 * The attack is not projected on a ball: its loss has the term c/2 ||omega||^2 instead. Madry's code
-  takes steps of the gradient's sign, clips to a ball and starts at random in it.
+  takes steps of the gradient's sign, clips to a ball and starts at random in it, as `race` does.
 * F has further objectives (retain) and weights w_i. Madry's code has the attacked loss alone.
 * All T steps have the images, time steps and noise of the training step. AdvUnlearn's code draws a
   new image and time step for each of them. Adam starts anew at each training step, as there.
@@ -88,21 +88,35 @@ class Adversarial(Method):
         start = [torch.zeros_like(closure.params[i]) for i in closure.inner]
         descend = adam_inner if self.inner_optimizer == "adam" else descend_inner
         offset = descend(closure, start, self.inner_steps, self.inner_lr)
-        uppers = [objective for objective in closure.objectives if objective != ATTACK]
-        with at_inner(closure, offset):
-            grads = [closure.grad(objective) for objective in uppers]
-        grads = [
-            tuple(torch.zeros_like(p) if i in closure.inner else p for i, p in enumerate(g))
-            for g in grads
-        ]
-        weights = torch.tensor(
-            [self.retain if p == "retain" else self.forget for p in uppers], dtype=torch.float64
-        )
-        step = combine(weights, grads)
-        offsets = dict(zip(closure.inner, offset, strict=True))
-        vec = tuple(-offsets[i] if i in offsets else part for i, part in enumerate(step))
-        size = float(sum(o.square().sum() for o in offset)) ** 0.5 if offset else 0.0
-        return Direction(vec, gramian(grads), weights, {"attack_moved": size})
+        return step_under(closure, offset, retain=self.retain, forget=self.forget)
+
+
+def step_under(
+    closure: Closure, offset: list[Tensor], *, retain: float, forget: float
+) -> Direction:
+    """Return the step under an attack: a weighted sum of the gradients at omega + offset.
+
+    Args:
+        closure: The losses of the step.
+        offset: The end of the attack, relative to omega. The step moves omega there.
+        retain: The weight of the retain loss.
+        forget: The weight of all other losses, apart from the attack's.
+    """
+    uppers = [objective for objective in closure.objectives if objective != ATTACK]
+    with at_inner(closure, offset):
+        grads = [closure.grad(objective) for objective in uppers]
+    grads = [
+        tuple(torch.zeros_like(p) if i in closure.inner else p for i, p in enumerate(g))
+        for g in grads
+    ]
+    weights = torch.tensor(
+        [retain if p == "retain" else forget for p in uppers], dtype=torch.float64
+    )
+    step = combine(weights, grads)
+    offsets = dict(zip(closure.inner, offset, strict=True))
+    vec = tuple(-offsets[i] if i in offsets else part for i, part in enumerate(step))
+    size = float(sum(o.square().sum() for o in offset)) ** 0.5 if offset else 0.0
+    return Direction(vec, gramian(grads), weights, {"attack_moved": size})
 
 
 def adam_inner(closure: Closure, offset: list[Tensor], steps: int, lr: float) -> list[Tensor]:

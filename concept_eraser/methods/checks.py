@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import HessianProduct, Method
-from concept_eraser.methods.vectors import Vec, dot, norm
+from concept_eraser.methods.vectors import Vec, dot, gramian, norm
 
 SCALES = (1e-12, 1e-8, 1e-3, 1.0, 1e4, 1e12)
 COSINES = (-0.999999, -0.9, -0.3, 0.0, 0.3, 0.9, 1.0)
@@ -76,6 +76,9 @@ class Fixed:
             else tuple(self.gradients[objective][i] for i in of)
         )
 
+    def gramian(self, gradients: Sequence[Vec]) -> Tensor:
+        return gramian(gradients)
+
     def terms(self, objective: str) -> int:
         return 1
 
@@ -91,11 +94,14 @@ class Fixed:
 def closure(retain: Vec, forget: Vec, method: Method | None = None) -> Fixed:
     """Return a closure with two objectives.
 
-    For a method with a lower-level problem it also has an attack that is solved already.
+    For a method with a lower-level problem it also has an attack that is solved already, and for
+    one against a later fine-tuning a fine-tuning that changes nothing.
     """
     gradients = {"retain": retain, "forget": forget}
     if method is not None and method.needs_attack:
         gradients["attack"] = tuple(torch.zeros_like(part) for part in retain)
+    if method is not None and method.needs_relearning:
+        gradients["relearn"] = tuple(torch.zeros_like(part) for part in retain)
     return Fixed(gradients)
 
 

@@ -3,8 +3,10 @@
 It was chosen by measurements on the bundled model, against other methods and with attacks
 (eval/results/tiny_leaderboard.md).
 
-With an anchor it is MUNBa on a LoRA of all linear layers and convolutions. The forget objective
-generates the anchor at noised images of the concept. The retain objective preserves the original
+With an anchor it is MUNBa on a LoRA of the linear layers and convolutions of all blocks. The first
+and the last layer and the embeddings of the time step have none, because sd-scripts ignores them
+(models/lora_readers.py; eval/results/tiny_default.md compares both). The forget objective generates
+the anchor at noised images of the concept. The retain objective preserves the original
 predictions elsewhere. A quarter of the concept's examples have the empty prompt (see
 losses/denoiser.py).
 
@@ -44,7 +46,8 @@ BUNDLED = (
     "generation.precision=bf16",
 )
 LORA = {"rank": 64, "conv": True}
-WHOLE = ("all", "blocks")  # selections that a LoRA of the default recipe may have
+LORA_LAYERS = "blocks"
+WHOLE = ("all", LORA_LAYERS)  # selections that a LoRA of the default recipe may have
 # learning rates on the bundled model: the leaderboard's choice for a LoRA and for all weights, and
 # the one for any other recipe
 LORA_RATE, RATE, CAREFUL = 2e-3, 8e-4, 1e-4
@@ -52,7 +55,12 @@ LORA_RATE, RATE, CAREFUL = 2e-3, 8e-4, 1e-4
 # and a usual one for LoRAs on it
 OTHERS, LORA_OTHERS = 1e-5, 1e-4
 EMPTY = 0.25  # the leaderboard's recipe
-ALONE = ("saliency", "reinitialise", "negate")  # no closed form follows a training with these
+ALONE = (
+    "saliency",
+    "project",
+    "reinitialise",
+    "negate",
+)  # no closed form follows a training with these
 
 
 def complete(changes: Sequence[str]) -> list[str]:
@@ -81,6 +89,8 @@ def complete(changes: Sequence[str]) -> list[str]:
     lora = _lora(settings, concepts)
     if lora is not None:
         after.append(f"trainable.lora={json.dumps(lora)}")
+        if not _says(trainable, "select"):
+            after.append(f"trainable.select={LORA_LAYERS}")
     low = lora is not None or (isinstance(trainable, dict) and not _off(trainable.get("lora")))
     rate = CAREFUL if "method" in settings or not has_anchor else LORA_RATE if low else RATE
     tiny = base_model.is_bundled(settings.get("model", base_model.BUNDLED))

@@ -77,7 +77,7 @@ class ObjectiveSettings(TypedDict, total=False):
 
 
 class AttackSettings(TypedDict, total=False):
-    """The adversary of forum, adversarial, bome, moml and moco."""
+    """The adversary of forum, adversarial, race, stereo, bome, moml and moco."""
 
     decay: float
     n: int
@@ -121,6 +121,7 @@ class TrainableSettings(TypedDict, total=False):
     batchnorm: Literal["frozen", "train"]
     lora: int | bool | Literal["none"] | LoraSettings
     saliency: float
+    project: float
     negate: float
     reinitialise: float
 

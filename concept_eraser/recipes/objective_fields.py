@@ -43,6 +43,7 @@ LOSS_NAMES = {
         "relabel",
         "resteer",
         "slider",
+        "stereo",
     ),
     "text_encoder": (
         "anchor",
@@ -74,7 +75,7 @@ LOSS_NAMES = {
 PROMPTED = ("denoiser", "text_encoder")
 
 
-ANCHORED = ("anchor", "relabel")
+ANCHORED = ("anchor", "relabel", "stereo")
 
 
 # losses whose target for the empty prompt is the teacher's unconditional prediction
@@ -90,7 +91,7 @@ _LOSSES = sorted({name for names in LOSS_NAMES.values() for name in names})
 _TRAITS = {"needs_anchor": ANCHORED, "holds_empty": WITH_EMPTY, "needs_images": WITH_TARGET}
 
 
-OBJECTIVES = ("retain", "forget", "replace", "histogram", "attack")
+OBJECTIVES = ("retain", "forget", "replace", "relearn", "histogram", "attack")
 
 
 # pydantic's names of the two forms of `forget` in its errors; no keys of a recipe
@@ -201,8 +202,8 @@ class ObjectiveSpec(Strict):
     loss: LossField = Field(
         "data",
         description=(
-            "data, ascent, anchor, esd, distill, distill_prediction, relabel, npo, resteer or "
-            "slider; or an installed package's, by name or as {name: NAME, OPTION: VALUE}"
+            "data, ascent, anchor, esd, distill, distill_prediction, relabel, npo, resteer, "
+            "slider or stereo; or an installed package's, by name or as {name: NAME, OPTION: VALUE}"
         ),
     )
     anchor: str | dict[str, str] | None = Field(
@@ -220,7 +221,12 @@ class ObjectiveSpec(Strict):
         ),
     )
     eta: float = Field(
-        1.0, ge=0, le=FACTOR, description="negative guidance of the loss 'esd' (1.0: the paper)"
+        1.0,
+        ge=0,
+        le=FACTOR,
+        description=(
+            "negative guidance of the loss 'esd' (1.0: the paper), and guidance of 'stereo' (2.0)"
+        ),
     )
     neutral: Literal["null", "anchor"] | None = Field(
         None,

@@ -36,7 +36,9 @@ ASCENT = ("a", "ga", "a-d", "gdiff", "sa")
 class Recipe(RecipeFields):
     """One erasing job: its keys, checked against each other and against the method."""
 
-    @field_validator("forget", "retain", "replace", "method", "finish", "trainable", mode="before")
+    @field_validator(
+        "forget", "retain", "replace", "relearn", "method", "finish", "trainable", mode="before"
+    )
     @classmethod
     def _shorthand(cls, value: Any, info: Any) -> Any:
         """Expand a short form such as `method: munba` or `forget: tiny_star` to a mapping."""
@@ -126,7 +128,8 @@ class Recipe(RecipeFields):
     def _irrelevant(self) -> dict[str, Any]:
         """Return the settings without effect on this job. A resolved recipe leaves them out."""
         left_out: dict[str, Any] = dict.fromkeys(
-            ("forget", "retain", "replace"), self.unused_settings | self._settings_of_no_objective
+            ("forget", "retain", "replace", "relearn"),
+            self.unused_settings | self._settings_of_no_objective,
         )
         if isinstance(self.forget, list):
             left_out["forget"] = {"__all__": self.unused_settings | self._settings_of_no_objective}

@@ -67,8 +67,18 @@ class RecipeFields(Strict):
             "anchor term)"
         ),
     )
+    relearn: ObjectiveSpec | None = Field(
+        None,
+        description=(
+            "what a later fine-tuning would learn, the objective that meta_unlearning and resalign "
+            "harden the model against"
+        ),
+    )
     attack: AttackSpec | None = Field(
-        None, description="the lower-level problem of forum, adversarial, bome, moml and moco"
+        None,
+        description=(
+            "the lower-level problem of forum, adversarial, race, stereo, bome, moml and moco"
+        ),
     )
     histogram: HistogramSpec | None = Field(None, description="for uno-hat, uno-s-hat, s-hat and h")
     watch: WatchSpec | None = Field(

@@ -74,6 +74,16 @@ class TrainableSpec(Strict):
             "|gradient| of the training loss on the forget set (SalUn: 0.5)"
         ),
     )
+    project: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description=(
+            "train linear layers and convolutions only in directions that the inputs of the retain "
+            "objective do not use: this share of their singular values' sum is left out, and all "
+            "other parameters are held (PGU: 0.95)"
+        ),
+    )
     negate: float | None = Field(
         None,
         gt=0,

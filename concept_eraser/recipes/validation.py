@@ -33,9 +33,21 @@ def check(recipe: RecipeFields, method: Any) -> None:
     if method is not None and recipe.attack is not None and not method.needs_attack:
         raise ValueError(
             f"the method {recipe.method.name!r} has no lower-level problem for "
-            "`attack`; use forum, adversarial, bome, moml or moco"
+            "`attack`; use forum, adversarial, race, stereo, bome, moml or moco"
         )
+    if (
+        method is not None
+        and recipe.relearn is not None
+        and not getattr(method, "needs_relearning", False)
+    ):
+        raise ValueError(
+            f"the method {recipe.method.name!r} would train on `relearn` as on any objective; use "
+            "meta_unlearning or resalign, which harden the model against it"
+        )
+    if method is not None:
+        _search(recipe, method)
     _lora(recipe)
+    _projection(recipe)
     _negation(recipe)
     _finish(recipe, method)
     _optimisation(recipe.training)
@@ -117,7 +129,7 @@ def _concepts(recipe: RecipeFields) -> None:
             f"{' or '.join(PROMPTED)}); labelled data take several classes in one objective, "
             f"classes: [...], found target {recipe.target!r}"
         )
-    for name in ("replace", "attack", "histogram"):
+    for name in ("replace", "relearn", "attack", "histogram"):
         if getattr(recipe, name) is not None:
             raise ValueError(
                 f"{name} is defined for one concept, found {several} in forget; erase "
@@ -188,6 +200,16 @@ def _fits_target(recipe: RecipeFields) -> None:
             "attack.tokens learns embeddings of tokens, which the target text_encoder reads; found "
             f"target {recipe.target!r}; leave it out for an offset of the prompt's encoding"
         )
+    if recipe.relearn is not None and recipe.target not in PROMPTED:
+        raise ValueError(
+            f"relearn: the target {recipe.target!r} has no objective for a later fine-tuning; use "
+            f"the target {' or '.join(map(repr, PROMPTED))}"
+        )
+    if recipe.attack is not None and recipe.attack.tokens and recipe.method.name == "race":
+        raise ValueError(
+            "the method 'race' keeps an offset of the prompt in a box, and attack.tokens learns "
+            "whole embeddings; leave attack.tokens out"
+        )
     if recipe.histogram is not None and recipe.target not in ("denoiser", "vae"):
         raise ValueError(
             f"histogram: the target {recipe.target!r} generates no samples for a "
@@ -236,6 +258,53 @@ def _lora(recipe: RecipeFields) -> None:
         )
 
 
+def _search(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError if a search for attacks before the training does not fit the recipe."""
+    search = getattr(method, "search", None)
+    if any(objective.loss == "stereo" for objective in recipe.objective_specs.values()) != bool(
+        search
+    ):
+        raise ValueError(
+            "the method 'stereo' searches for attacks, and the forget loss 'stereo' is about them; "
+            f"use both or none, found the method {recipe.method.name!r}"
+        )
+    if search is None:
+        return
+    rounds, on_weights, on_attack = search
+    steps = rounds * (on_weights + on_attack)
+    if recipe.training.steps <= steps:
+        raise ValueError(
+            f"the method {recipe.method.name!r} searches for attacks in the first {steps} steps "
+            f"({rounds} rounds of {on_weights} and {on_attack}), so training.steps must be larger, "
+            f"found {recipe.training.steps}"
+        )
+    if recipe.training.ema is not None:
+        raise ValueError(
+            f"training.ema averages over all steps, and the method {recipe.method.name!r} starts "
+            "anew after a search; leave ema out"
+        )
+
+
+def _projection(recipe: RecipeFields) -> None:
+    """Raise ValueError if the training cannot be projected away from retained inputs."""
+    trainable = recipe.trainable
+    if trainable.project is None:
+        return
+    if recipe.retain is None:
+        raise ValueError(
+            "trainable.project keeps the outputs for the inputs of the retain objective, and there "
+            "is none; give the recipe `retain`"
+        )
+    others = [
+        key for key in ("lora", "saliency", "reinitialise") if getattr(trainable, key) is not None
+    ]
+    if others:
+        raise ValueError(
+            f"trainable: project is for changes of whole weights; it cannot be combined with "
+            f"{', '.join(others)}; leave out one of them"
+        )
+
+
 def _negation(recipe: RecipeFields) -> None:
     """Raise ValueError if the training does not give a task vector to negate."""
     if recipe.trainable.negate is None:
@@ -247,7 +316,7 @@ def _negation(recipe: RecipeFields) -> None:
     ]
     wrong += [
         f"a {name} objective"
-        for name in ("retain", "replace", "attack", "histogram")
+        for name in ("retain", "replace", "relearn", "attack", "histogram")
         if getattr(recipe, name) is not None
     ]
     wrong += ["batchnorm: train"] if recipe.trainable.batchnorm == "train" else []
@@ -277,11 +346,12 @@ def _finish(recipe: RecipeFields, method: Any) -> None:
         raise ValueError(
             f"finish: a closed form that follows the training of a denoiser; found {finding}"
         )
-    if recipe.trainable.saliency is not None:
-        raise ValueError(
-            "finish rewrites all keys and values of the cross-attention, also those that "
-            "trainable.saliency keeps frozen; leave out one of the two"
-        )
+    for key in ("saliency", "project"):
+        if getattr(recipe.trainable, key) is not None:
+            raise ValueError(
+                "finish rewrites all keys and values of the cross-attention, also those that "
+                f"trainable.{key} keeps frozen; leave out one of the two"
+            )
 
 
 _WITH_BETAS = ("adam", "adamw", "adamw8bit")

@@ -243,6 +243,9 @@ def shorten(plan: DryRunPlan) -> Recipe:
     }
     content["generation"] |= {"steps": 1, "batch_size": min(examples, recipe.generation.batch_size)}
     content.pop("watch", None)
+    if recipe.method.name == "stereo":  # a step of each kind
+        content["method"] |= {"rounds": 1, "erase_steps": 1, "inner_steps": 1}
+        content["training"]["steps"] = 3
     if (
         plan.hollow
         and recipe.method.options.get("inner_steps", 0) > FEW
@@ -255,7 +258,11 @@ def shorten(plan: DryRunPlan) -> Recipe:
         )
         for objective in (
             *objectives,
-            *(content[name] for name in ("retain", "replace", "attack") if name in content),
+            *(
+                content[name]
+                for name in ("retain", "replace", "relearn", "attack")
+                if name in content
+            ),
         ):
             objective["n"] = examples
             if objective.get("elastic"):  # the number of gradients before the first step

@@ -335,6 +335,7 @@ class Job:
                     progress=self.progress,
                     watch=self.watch() or self.on_step,
                     saliency=self.recipe.trainable.saliency,
+                    project=self.recipe.trainable.project,
                     reinitialise=self.recipe.trainable.reinitialise,
                     shard=training.shard != "none",
                     frees_weights=training.shard == "weights" and accelerator.num_processes > 1,

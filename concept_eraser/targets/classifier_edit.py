@@ -85,7 +85,7 @@ def _refuse_ignored(recipe: Recipe) -> None:
         for key, default in defaults.items()
         if getattr(spec, key) != default
     ]
-    for key in ("saliency", "reinitialise"):
+    for key in ("saliency", "project", "reinitialise"):
         if getattr(recipe.trainable, key) is not None:
             ignored.append(f"trainable.{key}")
     if recipe.trainable.batchnorm != "frozen":

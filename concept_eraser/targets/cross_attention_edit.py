@@ -129,7 +129,8 @@ def layers(model: Model, selection: str) -> list[str]:
         raise UserError(
             f"{model.source} ({model.family}) has no cross-attention whose keys and values are "
             "linear in the text's states, which this method edits; it works on Stable Diffusion 1, "
-            "2 and XL. In SD 3 and Flux text and image attend jointly, DiT has no text input"
+            "2 and XL. In SD 3 and Flux text and image attend jointly, DiT has no text input, and "
+            "PixArt changes the states before its keys and values"
         )
     weights = select(names, selection)
     if not set(weights) <= readers:
@@ -243,7 +244,7 @@ def refuse_ignored(recipe: Recipe) -> None:
         ignored += [
             f"{name}.{key}" for key in _changed_keys(spec, ObjectiveSpec) if key not in allowed_keys
         ]
-    for key in ("lora", "saliency", "reinitialise"):
+    for key in ("lora", "saliency", "project", "reinitialise"):
         if getattr(recipe.trainable, key) is not None:
             ignored.append(f"trainable.{key}")
     training = _changed_keys(recipe.training, TrainingSpec)

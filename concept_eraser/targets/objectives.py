@@ -65,6 +65,7 @@ def attack_terms(recipe: Recipe) -> AttackTerms:
         is_sum=recipe.attack.forget == "both",
         tokens=recipe.attack.tokens,
         seed=recipe.training.seed,
+        search=recipe.method.build().search,
     )
 
 

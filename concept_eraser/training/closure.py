@@ -13,8 +13,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from concept_eraser.erasers.base import Draw, Eraser
-from concept_eraser.methods.base import HessianProduct, NoSecondDerivative
-from concept_eraser.methods.vectors import Vec, clip, fetch, has_finite_sums, norm
+from concept_eraser.methods.base import Direction, HessianProduct, NoSecondDerivative
+from concept_eraser.methods.vectors import (
+    Vec,
+    clip,
+    fetch,
+    gramian_and_scalars,
+    has_finite_sums,
+    norm,
+)
+from concept_eraser.training.projection import without
 from concept_eraser.utils.errors import UserError
 
 Piece = Callable[[], Tensor]
@@ -40,6 +48,8 @@ class LossClosure:
         inner: The positions in `params` of the variable of a lower-level problem (an attack).
         mask: For each parameter 1 where it is trained and 0 elsewhere, or None. Methods get masked
             gradients, so every inner product is one of the trained weights.
+        bases: For each parameter the columns [in, k] that its gradient must be orthogonal to, or
+            None (projection.py). Methods get projected gradients, after the mask.
         reduce: Averages tensors over the ranks.
         frees_weights: Whether weights are freed between the passes, so that no exact Hessian
             product is possible (training.shard: weights).
@@ -53,7 +63,8 @@ class LossClosure:
 
     For the log, the attribute `losses` has the first loss computed of each objective, `last_loss`
     the last one, and `clipped` the number of gradients that were scaled down. Losses stay on the
-    device until one of these attributes or `is_finite` reads them, since the host waits for that.
+    device until one of these attributes, `gramian` or `is_finite` reads them, since the host waits
+    for that.
     """
 
     def __init__(
@@ -65,6 +76,7 @@ class LossClosure:
         step: int = 0,
         inner: Sequence[int] = (),
         mask: Sequence[Tensor | None] | None = None,
+        bases: Sequence[Tensor | None] | None = None,
         reduce: Reduce = list,
         frees_weights: bool = False,
         clip: float | None = None,
@@ -76,6 +88,7 @@ class LossClosure:
         self._versions: list[int] = []  # of the parameters that `_ready` belongs to
         self._clip = clip
         self.mask = mask if mask is not None else [None] * len(params)
+        self.bases = bases if bases is not None else [None] * len(params)
         self.objectives = tuple(losses)
         self.params = params
         self.step = step
@@ -100,16 +113,26 @@ class LossClosure:
     def last_loss(self) -> float:
         return float("nan") if self._last_loss is None else float(self._last_loss)
 
-    def is_finite(self, direction: Vec) -> bool:
+    def gramian(self, gradients: Sequence[Vec]) -> Tensor:
+        """Return all inner products of m gradients, and read the losses computed so far."""
+        gram, values = gramian_and_scalars(gradients, list(self._first_losses.values()))
+        self._losses = dict(zip(self._first_losses, values, strict=True))
+        return gram
+
+    def is_finite(self, direction: Direction) -> bool:
         """Whether the losses and all entries of a direction are finite.
 
-        The losses and the sums of the direction are read at once.
+        A direction with a bound is not read. Otherwise the losses and its sums are read at once.
         """
+        if direction.bound is not None and all(
+            direction.bound < torch.finfo(part.dtype).max / 2 for part in direction.vec
+        ):
+            return all(map(math.isfinite, self.losses.values()))
         losses = list(self._first_losses.values())
-        values = fetch([*losses, *(part.sum() for part in direction)])
+        values = fetch([*losses, *(part.sum() for part in direction.vec)])
         self._losses = dict(zip(self._first_losses, values, strict=False))
         return all(map(math.isfinite, self._losses.values())) and has_finite_sums(
-            direction, values[len(losses) :]
+            direction.vec, values[len(losses) :]
         )
 
     def grad(self, objective: str, of: Sequence[int] | None = None) -> Vec:
@@ -164,11 +187,16 @@ class LossClosure:
         self._first_losses.setdefault(objective, self._last_loss)
 
     def _masked(self, parts: Sequence[Tensor], places: Sequence[int]) -> Vec:
-        """Return the gradients averaged over ranks, with 0 where the mask is 0."""
+        """Return the gradients averaged over ranks, with 0 where the mask is 0, and projected."""
         masks = [self.mask[i] for i in places]
+        masked = [part if m is None else part * m for part, m in zip(parts, masks, strict=True)]
+        bases = [self.bases[i] for i in places]
         return tuple(
             self._reduce(
-                [part if m is None else part * m for part, m in zip(parts, masks, strict=True)]
+                [
+                    part if basis is None else without(part, basis)
+                    for part, basis in zip(masked, bases, strict=True)
+                ]
             )
         )
 
@@ -255,6 +283,7 @@ def of_step(
     step: int = 0,
     inner: Sequence[int] = (),
     mask: Sequence[Tensor | None] | None = None,
+    bases: Sequence[Tensor | None] | None = None,
     ranks: int = 1,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     reduce: Reduce = list,
@@ -285,6 +314,7 @@ def of_step(
         step=step,
         inner=inner,
         mask=mask,
+        bases=bases,
         reduce=reduce,
         frees_weights=frees_weights,
         clip=clip,

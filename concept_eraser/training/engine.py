@@ -19,7 +19,7 @@ from concept_eraser.erasers.base import Draw, Eraser, Inseparable
 from concept_eraser.methods.base import Direction, Method
 from concept_eraser.methods.vectors import clip
 from concept_eraser.storage import output_folder
-from concept_eraser.training import checkpoint, one_pass, saliency
+from concept_eraser.training import checkpoint, one_pass, projection, saliency
 from concept_eraser.training.averaging import Average
 from concept_eraser.training.closure import of_step
 from concept_eraser.training.distributed import sharding
@@ -99,6 +99,8 @@ class Engine:
     # called between steps with the number of steps and the seconds of training so far
     watch: Callable[[int, float], None] | None = None
     saliency: float | None = None  # the share of the selected weights that is trained; None: all
+    # the share of the retained inputs' singular values that the training leaves out; None: none
+    project: float | None = None
     # the share of them that is reinitialised before training; None for none
     reinitialise: float | None = None
     shard: bool = False  # split the optimizer's state among the processes
@@ -134,7 +136,7 @@ class Engine:
         self.optimizer = self._optimizer(list(self.params.values()))
         self.params = {**self.params, **self.eraser.adversary()}
         began, busy = time.monotonic(), time.process_time()
-        self.mask = self._prepare()
+        self.mask, self.bases = self._prepare()
         self.average = (
             Average(self.eraser.trainable(), self.schedule.ema) if self.schedule.ema else None
         )
@@ -296,6 +298,8 @@ class Engine:
         Returns its row of the log.
         """
         turn = self.eraser.turn(step)
+        if self.eraser.begins_anew:  # the moments are of other weights
+            self.optimizer = self._optimizer(list(self.params.values())[: self.trained_count])
         draws = {objective: self._draws(objective, step) for objective in self.eraser.objectives}
         closure = of_step(
             self.eraser,
@@ -304,6 +308,7 @@ class Engine:
             step=step,
             inner=range(self.trained_count, len(self.params)),
             mask=self.mask,
+            bases=self.bases,
             ranks=self.accelerator.num_processes,
             autocast=self._autocast,
             reduce=self._mean,
@@ -314,7 +319,7 @@ class Engine:
         method_state = self.method.state_dict()
         with self._full_precision():
             direction = self.method.direction(closure)
-        is_finite = closure.is_finite(direction.vec)
+        is_finite = closure.is_finite(direction)
         row = {
             **turn,
             "losses": closure.losses,
@@ -355,13 +360,16 @@ class Engine:
             self.one_pass = None
             return {}
 
-    def _prepare(self) -> list[Tensor | None] | None:
-        """Choose the weights that are trained, and reinitialise some of them.
+    def _prepare(self) -> tuple[list[Tensor | None] | None, list[Tensor | None] | None]:
+        """Choose the weights that are trained and their directions, and reinitialise some of them.
 
-        Tensors that a loss adds, and an adversary, are excluded.
+        Tensors that a loss adds, and an adversary, are excluded. Returns the masks and the bases of
+        training/projection.py.
         """
+        if self.project is not None:
+            return self._project(self.project)
         if self.saliency is None and self.reinitialise is None:
-            return None
+            return None, None
         params = self.eraser.trainable()
         seed, size = self.schedule.seed, self.schedule.batch_size
         gradient = saliency.sensitivity(
@@ -370,11 +378,26 @@ class Engine:
         if self.reinitialise is not None:
             saliency.start_anew(params, gradient, self.reinitialise, seed)
         if self.saliency is None:
-            return None
-        return [
-            *saliency.salient(gradient, self.saliency),
-            *[None] * (len(self.params) - len(params)),
+            return None, None
+        others = [None] * (len(self.params) - len(params))
+        return [*saliency.salient(gradient, self.saliency), *others], None
+
+    def _project(self, share: float) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Return the masks that hold what is not projected, and the bases of all other weights."""
+        params = self.eraser.trainable()
+        others = [None] * (len(self.params) - len(params))
+        found = projection.bases(
+            self.eraser,
+            params,
+            share=share,
+            seed=self.schedule.seed,
+            batch_size=self.schedule.batch_size,
+        )
+        masks = [
+            torch.zeros_like(parameter) if basis is None else None
+            for parameter, basis in zip(params.values(), found, strict=True)
         ]
+        return [*masks, *others], [*found, *others]
 
     def _mean(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the mean of each tensor over the ranks."""
@@ -428,14 +451,20 @@ class Engine:
                 parameter.grad = gradient.to(parameter.dtype)
             else:  # the method has scaled the adversary's step already
                 parameter.data.sub_(gradient)
+        if direction.hold_trained:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
         parameters = list(self.params.values())[: self.trained_count]
         before = [p.detach().clone() for p in parameters] if self.mask else []
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():  # weight decay and preconditioners ignore the mask
+        with torch.no_grad():  # weight decay and preconditioners ignore the mask and the bases
             for parameter, old, mask in zip(parameters, before, self.mask or [], strict=False):
                 if mask is not None:
                     parameter.copy_(torch.where(mask.bool(), parameter, old))
+            for parameter, old, basis in zip(parameters, before, self.bases or [], strict=False):
+                if basis is not None:
+                    parameter.copy_(old + projection.without(parameter - old, basis))
 
     def _settle(self, draws: Mapping[str, list[Draw]]) -> None:
         """Update the running statistics of batch-norm layers, if they are trained.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -104,12 +105,15 @@ def pool(runs: list[dict], metric: str, group: str, when: str = "after") -> Inte
 
 
 def share(value: Interval | None) -> str:
-    """Return a rate and its interval as text, in percent."""
-    return (
-        "-"
-        if value is None
-        else f"{100 * value.value:.1f} [{100 * value.low:.1f}, {100 * value.high:.1f}]"
-    )
+    """Return a rate and its interval as text, in percent.
+
+    An interval of nan is that of values that are all alike.
+    """
+    if value is None:
+        return "-"
+    if math.isnan(value.low):
+        return f"{100 * value.value:.1f} (all alike)"
+    return f"{100 * value.value:.1f} [{100 * value.low:.1f}, {100 * value.high:.1f}]"
 
 
 def change(runs: list[dict], metric: str, group: str) -> float:

@@ -209,6 +209,7 @@ EXPLANATION = """* Success: the share of attacked prompts whose image shows the 
 
 Brackets are 95 % intervals. Rates have Wilson intervals over prompts. The excess has the training
 seed as its unit where there are three seeds. With fewer it is paired by prompt, and says nothing
-about other trainings."""
+about other trainings. "All alike" means that no prompt of any seed differs, so there is no
+interval."""
 
 PAGES = {STUDY: page}

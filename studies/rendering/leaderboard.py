@@ -65,7 +65,7 @@ IN_FIGURE = 12  # the largest number of methods with names
 WITH_HOVER = ("tiny_leaderboard",)  # studies with a figure of all methods
 # The rows of the README's table, by the method's name in the study.
 IN_README = {
-    "munba_lora": "MUNBa on a LoRA (the default recipe)",
+    "munba_lora": "MUNBa on a LoRA of all layers",
     "munba": "MUNBa",
     "uno_anchor": "UNO + anchor term",
     "sum": "plain sum",
@@ -500,6 +500,10 @@ def _reading_text(leaderboard: dict) -> str:
         "configuration. The steps to half depend strongly on these options.",
         "The tables are sorted by the larger of concept rate and attack success rate, plus the "
         "retain error. This sum is the total error.",
+        "Summary: the harmonic mean of three shares, 100 minus the concept rate, minus the attack "
+        "success rate and minus the retain error, as OpenUnlearning aggregates (arXiv 2506.12618). "
+        "It is near 0 if one of the three fails. Its unit is the method: another method does not "
+        "change it, as it can change a rank. Over several tasks it is the mean of their summaries.",
         f"Ranks: the median and 95 % of {ranks.DRAWS:,} draws of all counts; 1 is best. Beaten by: "
         "methods that are significantly better in one column and significantly worse in none.",
         "Seconds: of the training process on one core; earlier runs have the seconds of the clock.",

@@ -18,6 +18,7 @@ import numpy as np
 DRAWS = 20_000  # enough for a tenth of a point at the 97.5 % quantile
 SIGNIFICANT = 0.975  # share of the draws, one-sided
 TOTAL_ERROR = "total_error"
+SUMMARY = "summary"
 # The word that the draws of a column follow from. A changed word changes the last digit of a page.
 STREAMS = {"concept_rate": "share", "attack_success": "attacks", "retain_error": "lost"}
 Count = tuple[int, int]  # hits, number
@@ -37,9 +38,10 @@ class Standing:
 
 
 def draw_rates(standings: Sequence[Standing], seed: int = 0) -> dict[str, np.ndarray]:
-    """Return rates by column, each [methods, DRAWS], and the total error.
+    """Return rates by column, each [methods, DRAWS], the total error and the summary.
 
-    The total error is the retain error plus the largest of the other rates.
+    The total error is the retain error plus the largest of the other rates. The summary is
+    `harmonic_mean` of what each rate leaves: the shares that are erased, robust and retained.
     """
     columns = list(standings[0].columns)
     rates = {
@@ -47,7 +49,23 @@ def draw_rates(standings: Sequence[Standing], seed: int = 0) -> dict[str, np.nda
         for column in columns
     }
     others = [rates[column] for column in columns if column != "retain_error"]
-    return {**rates, TOTAL_ERROR: np.maximum.reduce(others) + rates["retain_error"]}
+    return {
+        **rates,
+        TOTAL_ERROR: np.maximum.reduce(others) + rates["retain_error"],
+        SUMMARY: harmonic_mean([1 - values for values in rates.values()]),
+    }
+
+
+def harmonic_mean(shares: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the harmonic mean of shares of one shape; 0 where one of them is 0.
+
+    The aggregate of OpenUnlearning (arXiv 2506.12618): `hm_aggregate` of
+    src/evals/metrics/utility.py, locuslab/open-unlearning at commit d3d7cf9. It takes a method's
+    own shares only, so it does not depend on which other methods are compared.
+    """
+    values = np.stack(shares)
+    with np.errstate(divide="ignore"):
+        return np.asarray(len(values) / (1 / values).sum(axis=0))
 
 
 def _draws(count: Count, seed: int, name: str, column: str) -> np.ndarray:
@@ -58,7 +76,7 @@ def _draws(count: Count, seed: int, name: str, column: str) -> np.ndarray:
 
 
 def together(tasks: Sequence[Sequence[Standing]]) -> dict[str, np.ndarray]:
-    """Return rates by column and the total error, as means over tasks.
+    """Return rates by column, the total error and the summary, as means over tasks.
 
     Each task is drawn by itself. So a task has no more weight for having more images.
 
@@ -105,8 +123,8 @@ def rows(
     labels: Mapping[str, str],
     rates: Mapping[str, np.ndarray] | None = None,
 ) -> list[list[str]]:
-    """Return the rows of a table, least total error first: the ranks of each method, and the
-    methods that are significantly better.
+    """Return the rows of a table, least total error first: the summary and the ranks of each
+    method, and the methods that are significantly better.
 
     Args:
         standings: The methods.
@@ -115,13 +133,14 @@ def rows(
     """
     is_combined = rates is not None
     rates = draw_rates(standings) if rates is None else rates
-    by = {c: ranks(values) for c, values in rates.items()}
+    by = {c: ranks(rates[c]) for c in (TOTAL_ERROR, *standings[0].columns)}
     winners = beaten_by(standings, rates)
     order = np.median(rates[TOTAL_ERROR], axis=1).argsort()
     columns = list(standings[0].columns)
     head = [
         "method",
         *(f"{labels[c]} %" for c in columns if is_combined),
+        "summary %",
         "rank by total error",
         *(f"by {labels[c]}" for c in columns),
         "beaten by",
@@ -130,6 +149,7 @@ def rows(
         [
             standings[i].name,
             *(rate_text(rates[c][i]) for c in columns if is_combined),
+            rate_text(rates[SUMMARY][i]),
             *(_rank(by[c][i]) for c in (TOTAL_ERROR, *columns)),
             _names(winners[standings[i].name]),
         ]

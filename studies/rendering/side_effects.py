@@ -18,7 +18,13 @@ import yaml
 
 from concept_eraser.concepts.bundled import VALUES as BY_ATTRIBUTE
 from concept_eraser.evaluation.seed_statistics import holm
-from concept_eraser.evaluation.statistics import Interval, mcnemar, paired_difference, wilson
+from concept_eraser.evaluation.statistics import (
+    Interval,
+    mcnemar,
+    mean_interval,
+    paired_difference,
+    wilson,
+)
 from studies.rendering.common import notes, share, source, table
 from studies.rendering.figures import Figure, canvas
 from studies.result_tables import STUDIES, Content, Results, figure_path
@@ -28,6 +34,8 @@ COMMAND = f"python -m studies.side_effects studies/configs/{STUDY}.yaml"
 ATTRIBUTE = {value: name for name, values in BY_ATTRIBUTE.items() for value in values}
 ENDS = ("value", "low", "high")
 LEVEL = 0.05  # of a p-value after Holm's correction
+# UnlearnCanvas's styles and objects, and here the other of the two for each
+CROSS_DOMAINS = {"style": "shape", "shape": "style"}
 # A loss has less blue than red and green, a gain has more. So red-green colour blindness keeps the
 # difference, and each cell has its number with a sign.
 DIVERGING, SEQUENTIAL = "PuOr", "cividis"
@@ -211,6 +219,37 @@ def lowest(original: Content, result: Content, name: str) -> tuple[str, Interval
     return worst, rows[worst]
 
 
+def canvas_numbers(original: Content, result: Content) -> tuple[float, float, float]:
+    """Return UA, IRA and CRA of UnlearnCanvas (arXiv 2402.11846) for one erased style or shape.
+
+    UA is the share of the concept's images without it. IRA and CRA count images whose prompts do
+    not state the concept: IRA the other values of its attribute, CRA all values of the other
+    attribute, see `CROSS_DOMAINS`.
+
+    Args:
+        original: The result of the untouched model, which has the prompts.
+        result: The result of `matrix_key`, or the original with a `concept`.
+
+    Raises:
+        KeyError: The concept is a colour.
+        ValueError: As `hits`.
+    """
+    erased = result["concept"]
+    cross = CROSS_DOMAINS[ATTRIBUTE[erased]]
+    retained = [
+        np.concatenate(
+            [
+                hits(original, result, value, without=(erased,))
+                for value in BY_ATTRIBUTE[name]
+                if value != erased
+            ]
+        )
+        for name in (ATTRIBUTE[erased], cross)
+    ]
+    ua = 1 - hits(original, result, erased).mean()
+    return float(ua), float(retained[0].mean()), float(retained[1].mean())
+
+
 def sequence(results: Mapping[str, Content], way: str) -> list[Content]:
     """Return the results of a method's sequence in its order, without those after a gap.
 
@@ -338,6 +377,32 @@ def _composition_table(results: Mapping[str, Content], labels: Mapping[str, str]
     return table(rows)
 
 
+def _canvas_table(results: Mapping[str, Content], labels: Mapping[str, str]) -> str:
+    """Return UA, IRA and CRA of each method, as means over its erased styles and shapes."""
+    original = results[original_key("matrix")]
+    rows = [["method", "erased", "concepts", "UA, %", "IRA, %", "CRA, %"]]
+    for domain in CROSS_DOMAINS:
+        untouched = [{**original, "concept": value} for value in BY_ATTRIBUTE[domain]]
+        models = {
+            "not erased": untouched,
+            **{
+                label: [
+                    results[key]
+                    for one in BY_ATTRIBUTE[domain]
+                    if (key := matrix_key(way, one)) in results
+                ]
+                for way, label in labels.items()
+            },
+        }
+        for label, contents in models.items():
+            if len(contents) < 2:
+                continue
+            numbers = np.array([canvas_numbers(original, one) for one in contents])
+            cells = [share(mean_interval(column, 0, 1)) for column in numbers.T]
+            rows.append([label, f"one {domain}", str(len(contents)), *cells])
+    return table(rows) if len(rows) > 1 else ""
+
+
 def _sequence_table(original: Content, runs: Sequence[Content]) -> str:
     head = ["run", "erased", "s", "its concept rate, %", "all erased so far, %", "highest, %"]
     rows = [[*head, *(f"{name}, never erased, %" for name in BY_ATTRIBUTE)]]
@@ -389,6 +454,12 @@ attributes."""
     yield """The prompts state the erased concept. The table has the accuracy of the other two
 attributes on them, and the value of the attribute that is kept worst."""
     yield _composition_table(results, labels)
+    yield "## UnlearnCanvas's numbers"
+    yield """Shapes take the place of UnlearnCanvas's objects (arXiv 2402.11846); colours are left
+out. UA is the share of the concept's images without the concept. IRA is the accuracy of the other
+values of its attribute, and CRA that of the other attribute, both on prompts without the concept.
+Each is a mean over erased concepts; its interval, Student's, takes the concept as the unit."""
+    yield _canvas_table(results, labels)
 
 
 def _sequence_part(results: Mapping[str, Content], labels: Mapping[str, str]) -> Iterator[str]:
@@ -399,8 +470,9 @@ def _sequence_part(results: Mapping[str, Content], labels: Mapping[str, str]) ->
     original = results[original_key("sequence")]
     yield "## One after the other"
     yield """Each run begins with the pipeline of the run before. A concept rate is the share of
-images with the concept on prompts that name it. The last columns have the accuracy of the values
-that are never erased. The column s has the seconds of the run's training."""
+images with the concept on prompts that name it; 100 minus it is UnlearnCanvas's UA. The last
+columns have the accuracy of the values that are never erased. The column s has the seconds of the
+run's training."""
     for way, runs in rows.items():
         yield f"### {labels[way]}"
         yield _sequence_table(original, runs)

@@ -318,8 +318,18 @@ VERBS: dict[str, Make] = {
             if rng.random() < 0.6
             else []
         ),
+        *(
+            ["--benchmark", rng.choice(["me/erasure", "me"]), "--results", _OUT(rng)]
+            if rng.random() < 0.3
+            else []
+        ),
     ],
-    "push": lambda rng: [_any_run(rng), "me/mine", *(["--dry-run"] if rng.random() < 0.8 else [])],
+    "push": lambda rng: [
+        _any_run(rng),
+        "me/mine",
+        *(["--dry-run"] if rng.random() < 0.8 else []),
+        *(["--benchmark", "me/erasure"] if rng.random() < 0.3 else []),
+    ],
     "verify": lambda rng: [_any_run(rng), *(["--accept"] if rng.random() < 0.3 else [])],
     "list": lambda rng: [rng.choice(["methods", "models", "recipes", "suites", "all", "nothing"])],
     "show": lambda rng: [rng.choice(["munba", "tiny_star", "tiny_star_munba", "p4d", "nothing"])],

@@ -529,6 +529,7 @@ def _prompt_set() -> Any:
         "without": ["crimson", "a moon"],
         "file": "table.csv",
         "where": {"categories": "sexual", "share": "> 50"},
+        "template": "{prompt}, {share}",
     }
 
 

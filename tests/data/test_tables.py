@@ -81,6 +81,34 @@ def test_a_set_takes_rows_of_a_table(tmp_path: Path) -> None:
         prompts.load(tmp_path / "none.yaml")
 
 
+def test_a_template_makes_prompts_from_other_columns(tmp_path: Path) -> None:
+    """HUB's tables have the prompts in columns of languages, and nouns in place of prompts."""
+    (tmp_path / "t.csv").write_text("Original,French,Index\na star,une étoile,4\na moon,,5\n")
+    for template, texts in (
+        ("{French}", ["une étoile"]),
+        ("a {Index} {Original}", ["a 4 a star", "a 5 a moon"]),
+    ):
+        (tmp_path / "set.yaml").write_text(f"file: t.csv\ntemplate: '{template}'\n")
+        prompt_set = prompts.load(tmp_path / "set.yaml")
+        assert prompt_set.texts == texts
+        assert prompt_set.prompts[0].fields == {
+            "Original": "a star",
+            "French": "une étoile",
+            "Index": "4",
+        }
+    for text, words in (
+        ("file: t.csv\ntemplate: '{German}'", "no column 'German'"),
+        ("file: t.csv\ntemplate: a star", "the name of a column in braces"),
+        ("file: t.csv\ntemplate: '{a!r}'", "in braces"),
+        ("file: t.csv\ntemplate: [a]", "template: expected a text"),
+        ("template: '{a}'\nprompts: [a]", "template: there is no `file`"),
+        ("file: t.csv", "no column of prompts"),
+    ):
+        (tmp_path / "set.yaml").write_text(text + "\n")
+        with pytest.raises(UserError, match=words):
+            prompts.load(tmp_path / "set.yaml")
+
+
 def test_other_formats(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "seed": 1}\n\n{"text": "b", "seed": 2}\n')
     assert [(p.text, p.seed) for p in prompts.load(tmp_path / "a.jsonl").prompts] == [

@@ -196,8 +196,9 @@ def test_every_key_has_a_place_and_a_description(
 ) -> None:
     places = pages[f"{GENERATED}/{page}.html"].ids
     for path, field in keys(model):
-        shared = path.replace("retain.", "forget.").replace("replace.", "forget.")
-        shared = shared.replace("finish.", "method.")
+        shared = path.replace("finish.", "method.")
+        for objective in ("retain.", "replace.", "relearn."):
+            shared = shared.replace(objective, "forget.")
         assert make_id(f"key-{shared}") in places, path
         assert field.description, path
     assert page != "recipe" or "key-memory" in places

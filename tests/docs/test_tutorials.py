@@ -48,6 +48,7 @@ SECTIONS = {
     "forget": keywords.ObjectiveSettings,
     "retain": keywords.ObjectiveSettings,
     "replace": keywords.ObjectiveSettings,
+    "relearn": keywords.ObjectiveSettings,
     "training": keywords.TrainingSettings,
     "generation": keywords.GenerationSettings,
     "trainable": keywords.TrainableSettings,

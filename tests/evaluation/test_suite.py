@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ from markupsafe import escape
 import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.data import generate
+from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation import suite as suites
-from concept_eraser.evaluation.base import Result
+from concept_eraser.evaluation.base import Evidence, Group, Result
 from concept_eraser.evaluation.judges.tiny import TinyJudge
 from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.reporting import single_run
@@ -207,8 +209,6 @@ def test_unlearn_canvas_by_hand() -> None:
 
     One house is a tree and one has another colour.
     """
-    from concept_eraser.data.prompts import Prompt
-    from concept_eraser.evaluation.base import Evidence, Group
     from concept_eraser.evaluation.metrics.unlearn_canvas import UnlearnCanvas
 
     def group(
@@ -257,6 +257,32 @@ def test_unlearn_canvas_by_hand() -> None:
     assert (results["ira"].before.value, results["ira"].after.value) == (1, pytest.approx(2 / 3))
     assert (results["cra"].before.value, results["cra"].after.value) == (1, pytest.approx(2 / 3))
     assert results["cra"].difference.value == pytest.approx(-1 / 3)
+    with pytest.raises(UserError, match="colour"):
+        UnlearnCanvas(cross="colour").measure(Evidence({}, ("shape", "star"), Two(), 0))
+
+
+@pytest.mark.parametrize(("name", "other"), [("star", "style"), ("dotted", "shape")])
+def test_the_suites_of_unlearn_canvas_have_every_combination_four_times(
+    name: str, other: str
+) -> None:
+    """The target's prompts state it, no other prompt does. CRA counts the other domain only."""
+    suite = suites.load(f"tiny_canvas_{name}")
+    ((attribute, value),) = suite.concept.items()
+    target, others = (suites.group_prompts(suite, group).prompts for group in ("target", "others"))
+    assert {row.fields[attribute] for row in target} == {value}
+    assert value not in {row.fields[attribute] for row in others}
+    combinations = Counter(row.text for row in (*target, *others))
+    assert len(combinations) == 10 * 8 * 4
+    assert set(combinations.values()) == {4}
+    metric = suites.metric(suite.metrics[-1])
+    rows = [Prompt("", {"shape": "moon", "color": "red", "style": "flat"})] * 2
+    labels = {"shape": ["moon", "fish"], "color": ["blue", "blue"], "style": ["flat", "flat"]}
+    arrays = {key: np.array(column) for key, column in labels.items()}
+    group = Group("others", "retain", rows, {}, {"before": arrays, "after": arrays})
+    judge = suite.build_judge()
+    results = metric.measure(Evidence({"others": group}, (attribute, value), judge, 0))
+    values = {row.metric: row.after.value for row in results}
+    assert values == ({"ira": 0.5, "cra": 1.0} if other == "style" else {"ira": 1.0, "cra": 0.5})
 
 
 def test_another_sampler_or_size_is_another_image_in_the_cache(tmp_path: Path) -> None:

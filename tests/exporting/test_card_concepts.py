@@ -12,9 +12,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
+from huggingface_hub import parse_eval_result_entries
 from typer.testing import CliRunner
 
 import concept_eraser
+from concept_eraser import UserError
 from concept_eraser.cli.main import app
 from concept_eraser.exporting.hub import push_to_hub
 from concept_eraser.reporting import run_results
@@ -190,3 +193,65 @@ def test_every_suite_is_uploaded(evaluated_run: tuple[Path, str]) -> None:
         "concept_eraser/evaluation.json",
         "concept_eraser/evaluations/tiny_five_moon/evaluation.json",
     } <= set(names)
+
+
+def test_the_numbers_in_the_form_of_the_hub(
+    evaluated_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    """The hub's own reader finds every finite number of both suites, and no other.
+
+    Every task is one of the benchmark's, and every source is a file of the upload.
+    """
+    run, _ = evaluated_run
+    arguments = ["card", str(run), "--benchmark", "me/erasure", "--results", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    tasks = yaml.safe_load((tmp_path / "dataset" / "eval.yaml").read_text())["tasks"]
+    uploads = push_to_hub(run, "me/three", benchmark="me/erasure", dry_run=True).uploads
+    contents = {one.name: one.content for one in uploads}
+    entries = []
+    for suite, folder in (("star", run), ("tiny_five_moon", run / "evaluations/tiny_five_moon")):
+        content = contents[f".eval_results/{suite}.yaml"]
+        assert isinstance(content, bytes)
+        rows = yaml.safe_load(content)
+        without_source = [{k: v for k, v in row.items() if k != "source"} for row in rows]
+        file = tmp_path / "model" / ".eval_results" / f"{suite}.yaml"
+        assert yaml.safe_load(file.read_text()) == without_source
+        entries += parse_eval_result_entries(rows)
+        evaluation = json.loads((folder / "evaluation.json").read_text())
+        measured = [
+            row
+            for row in evaluation["results"]
+            if row["after"]["value"] is not None and ":" not in row["group"]
+        ]
+        key = evaluation["protocol_hash"]
+        values = {
+            one.task_id: one.value for one in entries if str(one.notes).endswith(f"protocol {key}")
+        }
+        assert len(values) == len(measured) > 3
+        for row in measured:
+            task = f"{suite}_{key[:8]}_{row['metric']}_{row['group']}"
+            assert values[task] == pytest.approx(row["after"]["value"], abs=1e-6)
+    attacks = [one.task_id for one in entries if "_asr_" in one.task_id]
+    assert [re.sub("_[0-9a-f]{8}_", " ", one) for one in attacks] == [
+        "star asr_seed_search",
+        "tiny_five_moon asr_of_the_moon",
+    ]
+    assert {one.dataset_id for one in entries} == {"me/erasure"}
+    assert {one.task_id for one in entries} <= {task["id"] for task in tasks}
+    for one in entries:
+        place = str(one.source_url).removeprefix("https://huggingface.co/me/three/blob/main/")
+        assert place in contents
+
+
+def test_numbers_in_the_form_of_the_hub_need_a_benchmark_and_a_measurement(
+    run: Path, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, ["card", str(run), "--benchmark", "me/erasure"])
+    assert "--benchmark and --results belong together" in str(result.exception)
+    bare = tmp_path / "bare"
+    shutil.copytree(run, bare, ignore=shutil.ignore_patterns("evaluation*", "attacks"))
+    with pytest.raises(UserError, match="has no number of a suite or an attack"):
+        concept_eraser.push_to_hub(bare, "me/three", benchmark="me/erasure", dry_run=True)
+    with pytest.raises(UserError, match="is no hub id"):
+        concept_eraser.push_to_hub(run, "me/three", benchmark="erasure", dry_run=True)

@@ -111,6 +111,9 @@ def test_losses_are_their_formulas(tiny) -> None:
         "npo": mean([-2 / 0.5 * math.log(1 / (1 + math.exp(-x))) for x in rise]),
         "resteer": mean(attention),
         "slider": mse(now, before["null"] + 2.5 * (before["anchor"] - before["own"])),
+        "stereo": mse(
+            now, before["null"]
+        ),  # without attacks; tests/methods/test_stereo.py has them
         "histogram": 0.75 * math.log(0.75 / 0.9) + 0.25 * math.log(0.25 / 0.1),
     }
     assert expected.keys() == LOSSES.keys()

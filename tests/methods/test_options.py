@@ -54,6 +54,14 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
         "momentum": ("0", 1.0),
     },
     "influence": {"damping": ("(0", None), "samples": ("1", None)},
+    "meta_unlearning": {
+        "inner_steps": ("0", None),
+        "inner_lr": ("(0", None),
+        "forget": ("0", None),
+        "retain": ("0", None),
+        "relearn": ("0", None),
+        "destroy": ("0", None),
+    },
     "mini_unlearning": {"k": ("1", None), "estimate": ("0", None)},
     "minmax_ngd": {
         "forget_steps": ("0", None),
@@ -83,12 +91,27 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
         "iterations": ("1", None),
         "tolerance": ("(0", None),
     },
+    "race": {
+        "inner_steps": ("0", None),
+        "inner_lr": ("(0", None),
+        "box": ("(0", None),
+        "retain": ("0", None),
+        "forget": ("0", None),
+    },
     "rece": {
         "epochs": ("0", None),
         "reg": ("(0", None),
         "erase_scale": ("(0", None),
         "preserve_scale": ("0", None),
         "lamb": ("0", None),
+    },
+    "resalign": {
+        "inner_steps": ("0", None),
+        "inner_lr": ("(0", None),
+        "lam": ("0", 1.0),
+        "retain": ("0", None),
+        "terms": ("1", None),
+        "size": ("(0", None),
     },
     "scrub": {"forget_steps": ("1", None), "retain_steps": ("1", None), "rounds": ("1", None)},
     "speed": {
@@ -97,6 +120,14 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
         "augmentations": ("0", None),
     },
     "ssd": {"alpha": ("(0", None), "lamb": ("(0", None), "batch": ("1", None)},
+    "stereo": {
+        "rounds": ("1", None),
+        "erase_steps": ("1", None),
+        "inner_steps": ("1", None),
+        "inner_lr": ("(0", None),
+        "retain": ("0", None),
+        "forget": ("0", None),
+    },
     "uce": {"erase_scale": ("(0", None), "preserve_scale": ("0", None), "lamb": ("0", None)},
     "uno": {
         "strength": ("0", None),
@@ -208,7 +239,24 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
         "simplex": "projection",
         "normalize": False,
     },
+    "meta_unlearning": {
+        "inner_lr": 1e-5,
+        "inner_optimizer": "adam",
+        "forget": 1.0,
+        "retain": 0.1,
+        "relearn": 0.1,
+        "destroy": 0.01,
+    },
+    "resalign": {
+        "inner_steps": 5,
+        "inner_lr": 1e-4,
+        "inner_optimizer": "gradient",
+        "lam": 0.8,
+        "retain": 1.6,
+        "terms": 5,
+    },
     "mini_unlearning": {"k": 10, "rewind": False},
+    "race": {"inner_steps": 10, "inner_lr": 0.1 / 4, "box": 0.1, "retain": 0.0, "forget": 1.0},
     "rece": {
         "epochs": 3,
         "reg": 0.1,
@@ -225,6 +273,14 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
         "invariants": True,
         "seed": 0,
         "tokens": "last",
+    },
+    "stereo": {
+        "rounds": 4,
+        "erase_steps": 200,
+        "inner_steps": 3000,
+        "inner_lr": 5e-3,
+        "retain": 0.0,
+        "forget": 1.0,
     },
     "ssd": {"alpha": 10.0, "lamb": 1.0, "batch": 1},
     "uce": {"erase_scale": 1.0, "preserve_scale": 1.0, "lamb": 0.5},
@@ -278,6 +334,7 @@ def test_which_methods_need_single_precision_and_an_attack() -> None:
         "forum",
         "moco",
         "moml",
+        "resalign",
         "uno",
     }
     assert {name for name, plugin in methods.items() if plugin.needs_attack} == {
@@ -286,6 +343,12 @@ def test_which_methods_need_single_precision_and_an_attack() -> None:
         "forum",
         "moco",
         "moml",
+        "race",
+        "stereo",
+    }
+    assert {name for name, plugin in methods.items() if plugin.needs_relearning} == {
+        "meta_unlearning",
+        "resalign",
     }
     edits = {name: plugin for name, plugin in PLUGINS.items() if name not in methods}
     assert all(plugin.needs_fp32 and not plugin.needs_attack for plugin in edits.values())

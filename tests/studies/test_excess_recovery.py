@@ -46,6 +46,11 @@ def test_the_unit_of_three_seeds_is_the_seed() -> None:
     assert value.n == 600
 
 
+def test_seeds_that_are_all_alike_have_no_interval() -> None:
+    value = rendering.excess([attempts([False, False])] * 3, [attempts([False, False])])
+    assert rendering.share(value) == "0.0 (all alike)"
+
+
 def test_attacks_on_other_prompts_are_not_compared() -> None:
     with pytest.raises(ValueError, match="different prompts"):
         rendering.excess([attempts([True, False])], [attempts([True])])

@@ -11,9 +11,11 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from scipy.stats import hmean
 
 import concept_eraser
 from concept_eraser import registry
@@ -76,11 +78,42 @@ def test_better_in_one_column_and_worse_in_another_beats_no_method() -> None:
 def test_a_third_method_does_not_change_the_rates_of_two() -> None:
     two = [standing("a", 3, 30, 5), standing("b", 3, 45, 2)]
     alone, beside = ranks.draw_rates(two), ranks.draw_rates([standing("c", 9, 9, 9), *two])
-    for column in (*COLUMNS, ranks.TOTAL_ERROR):
+    for column in (*COLUMNS, ranks.TOTAL_ERROR, ranks.SUMMARY):
         assert (alone[column] == beside[column][1:]).all()
     assert len({tuple(row[:3]) for row in alone["concept_rate"]}) == 2, (
         "equal counts are drawn each by itself"
     )
+
+
+def test_a_rival_changes_ranks_and_no_summary() -> None:
+    """The cell of the page stays the same, whatever the rival; the rank does not."""
+    labels = {column: column for column in COLUMNS}
+    two = [standing("a", 3, 30, 5), standing("b", 3, 45, 2)]
+
+    def cells(methods: list[Standing]) -> dict[str, tuple[str, str]]:
+        head, *rows = ranks.rows(methods, labels)
+        places = [head.index(name) for name in ("summary %", "rank by total error")]
+        return {row[0]: (row[places[0]], row[places[1]]) for row in rows}
+
+    alone = cells(two)
+    for rival in (standing("best", 0, 0, 0), standing("worst", 300, 300, 300)):
+        beside = cells([rival, *two])
+        assert {name: beside[name][0] for name in alone} == {n: alone[n][0] for n in alone}
+    assert cells([standing("best", 0, 0, 0), *two])["a"][1] != alone["a"][1]
+
+
+def test_the_summary_is_the_harmonic_mean_of_what_is_left() -> None:
+    """The value is SciPy's. One share of zero makes it zero, and equal shares are their mean."""
+    shares = np.array([[0.9, 0.5, 1.0], [0.8, 0.5, 0.7], [0.3, 0.5, 0.0]])
+    with np.errstate(divide="ignore"):
+        assert ranks.harmonic_mean(list(shares)) == pytest.approx(hmean(shares, axis=0))
+    assert ranks.harmonic_mean(list(shares))[1:] == pytest.approx([0.5, 0.0])
+    rates = ranks.draw_rates([standing("a", 30_000, 60_000, 210_000, n=300_000)])
+    (value,) = np.median(rates[ranks.SUMMARY], axis=1)
+    assert value == pytest.approx(hmean([0.9, 0.8, 0.3]), abs=1e-3)
+    by_task = [[standing("a", 0, 0, 0, n=300_000)], [standing("a", 300_000, 0, 0, n=300_000)]]
+    (mean,) = np.median(ranks.together(by_task)[ranks.SUMMARY], axis=1)
+    assert mean == pytest.approx(0.5, abs=1e-3)
 
 
 def test_the_total_error_is_the_larger_rate_plus_the_retain_error() -> None:
@@ -226,7 +259,7 @@ def test_the_table_of_the_readme_has_six_rows_and_no_attack() -> None:
     assert head == "| method | concept rate % | retain error % |"
     assert [row.split(" | ")[0] for row in rows] == [
         "| untouched model",
-        "| MUNBa on a LoRA (the default recipe)",
+        "| MUNBa on a LoRA of all layers",
         "| MUNBa",
         "| UNO + anchor term",
         "| plain sum",
@@ -267,10 +300,12 @@ def test_every_method_has_a_row_or_a_reason() -> None:
     "name", ["tiny_leaderboard", "tiny_ablation", "tiny_default", "tiny_edges"]
 )
 def test_every_run_of_a_leaderboard_is_a_recipe(name: str) -> None:
-    """A mistake in a recipe fails here, and not after the training of its grid."""
-    plan = leaderboard.expand(
-        yaml.safe_load((ROOT / "studies" / "configs" / f"{name}.yaml").read_text())
-    )
+    """A mistake in a recipe fails here, and not after the training of its grid. Methods whose row
+    waits for the next run are included.
+    """
+    content = yaml.safe_load((ROOT / "studies" / "configs" / f"{name}.yaml").read_text())
+    methods = {**content["methods"], **content.get("waiting", {})}
+    plan = leaderboard.expand({**content, "methods": methods})
     for entry in plan["entries"].values():
         for point in plan["grids"].get(entry.get("grid"), [{}]) if "recipe" in entry else ():
             assert runs.recipe_of(entry, point, 0, study.watch_of(plan, entry)).forgotten

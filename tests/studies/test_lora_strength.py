@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 from concept_eraser.concepts.plan import make_plan
 from concept_eraser.models import lora_files
 from concept_eraser.models.lora import Factors
-from studies import lora_strength
+from studies import lora_strength, style_lora
 
 LAYER = "mid_block.attentions.0.transformer_blocks.0.attn2.to_v"
 
@@ -61,3 +62,20 @@ def test_the_printed_table(
     head, _, row = capsys.readouterr().out.strip().splitlines()
     assert head == f"| model | concept rate, {tmp_path.name} (%) | retain accuracy (%) |"
     assert row == "| first, strength 0 | 100.0 [34.2, 100.0] | 100.0 [34.2, 100.0] |"
+
+
+def test_a_style_lora_is_trained_on_captions_without_the_style(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "striped"
+    style_lora.main([str(run), "--style", "striped", "--rank", "2", "--steps", "1", "-n", "2"])
+    rows = (tmp_path / "striped_images" / "metadata.jsonl").read_text().splitlines()
+    captions = [json.loads(row)["text"] for row in rows]
+    assert len(captions) == 2
+    assert all(caption.startswith(("a ", "an ")) for caption in captions)
+    assert not any("striped" in caption for caption in captions)
+    step = json.loads((run / "log.jsonl").read_text().splitlines()[0])
+    assert step["weights"] == {"forget": 0.0, "retain": 1.0}
+    capsys.readouterr()
+    lora_strength.main([str(run), "--strengths", "1", "--ranks", "", "-n", "2"])
+    assert "| first, strength 1 | " in capsys.readouterr().out

@@ -305,6 +305,36 @@ def test_the_arithmetic_of_the_matrix() -> None:
         rendering.cell(untouched, other, "red")
 
 
+def test_the_numbers_of_unlearn_canvas() -> None:
+    """One of ten stars remains. The heart is drawn as a circle. A dotted fish loses its style.
+
+    A red heart is a heart twice: in its own group and in that of its colour, which does not count.
+    """
+    untouched = world(20, [])
+    labels = {
+        ("star", "shape"): dict.fromkeys(range(18), "circle"),
+        ("heart", "shape"): dict.fromkeys(range(20), "circle"),
+        ("red", "shape"): dict.fromkeys(range(20), "none"),
+        ("dotted", "style"): dict.fromkeys(range(20), "flat"),
+    }
+    erased = with_labels(untouched, labels, concept="star")
+    ua, ira, cra = rendering.canvas_numbers(untouched, erased)
+    dotted = [row["shape"] != "star" for row in untouched["prompts"]["dotted"]]
+    others = sum(
+        row["shape"] != "star"
+        for style in ("flat", "outlined", "striped")
+        for row in untouched["prompts"][style]
+    )
+    assert (ua, ira) == (pytest.approx(0.9), pytest.approx(8 / 9))
+    assert cra == pytest.approx(others / (others + sum(dotted)))
+    style = with_labels(
+        untouched, {("dotted", "style"): dict.fromkeys(range(5), "flat")}, concept="dotted"
+    )
+    assert rendering.canvas_numbers(untouched, style) == (0.25, 1.0, 1.0)
+    with pytest.raises(KeyError):
+        rendering.canvas_numbers(untouched, {**style, "concept": "red"})
+
+
 def test_holms_correction_leaves_out_the_erased_concept() -> None:
     """40 of 40 lost images are significant among 22 cells, six of 40 are not."""
     untouched = world(40, [])
@@ -399,6 +429,8 @@ def test_the_page_and_its_figures(no_results: Path) -> None:
     assert "| default | star | heart | 40 | 100.0 [91.2, 100.0] | 0.0 [0.0, 8.8] | -100.0 [" in page
     assert "| default | star | color | 40 | 100.0 [91.2, 100.0] | 100.0 [91.2, 100.0] |" in page
     assert "| 1 | star | 1 | 25.0 [11.2, 46.9] |" in page
+    assert "| not erased | one shape | 10 | 0.0 [" in page
+    assert "| default | one shape |" not in page, "a single concept has no interval"
     # after run 2 the star is back: its images of run 2 show it
     assert "star after run 2: +75.0 [" in page
     drawn = {path.name: figure for path, figure in rendering.figures().items()}

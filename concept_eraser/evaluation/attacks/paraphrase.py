@@ -1,7 +1,7 @@
 """Paraphrases from a prompt set: synonyms, other wordings and translations, one after the other.
 
-The attack is ours. The benchmark HUB (arXiv 2410.05664) has prompts in several languages; its text
-was not read here.
+The attack is ours. The benchmark HUB (arXiv 2410.05664) translates its prompts into Spanish,
+French, German, Italian and Portuguese, and measures each language without a search.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ The three numbers measure forgetting, retention in the domain, and retention acr
 * IRA  (retain groups) accuracy on the concept's own attribute for other values, e.g. other shapes
 * CRA  (retain groups) per image, the share of correct attributes among all others in the prompt
 
+UnlearnCanvas has two domains, styles and objects. With `cross` the other domain is one attribute.
+
 UA counts an image without an object as unlearned; read it with `no_object_rate` (concept_rate).
 """
 
@@ -19,16 +21,26 @@ import numpy as np
 
 from concept_eraser.evaluation.base import Evidence, Group, Metric, Result
 from concept_eraser.evaluation.metrics.concept_rate import mean_result, share_result
+from concept_eraser.utils.errors import unknown
 
 
 @dataclass(frozen=True)
 class UnlearnCanvas(Metric):
-    """The three numbers with their intervals, before and after."""
+    """The three numbers with their intervals, before and after.
+
+    Attributes:
+        cross: the only attribute that CRA counts, e.g. style for an erased shape; "" for all
+            attributes other than the concept's.
+    """
 
     title: ClassVar[str] = "UA, IRA, CRA"
+    cross: str = ""
 
     def measure(self, evidence: Evidence) -> Sequence[Result]:
         attribute, value = evidence.concept
+        others = [name for name in evidence.judge.classes if name != attribute]
+        if self.cross and self.cross not in others:
+            raise unknown("attribute of cross", self.cross, others)
         results: list[Result] = []
         for group in evidence.groups.values():
             if group.role == "forget":
@@ -45,9 +57,7 @@ class UnlearnCanvas(Metric):
                     )
                 )
             elif group.role == "retain":
-                results += self._retention(
-                    group, attribute, [a for a in evidence.judge.classes if a != attribute]
-                )
+                results += self._retention(group, attribute, [self.cross] if self.cross else others)
         return results
 
     def _retention(self, group: Group, attribute: str, others: list[str]) -> list[Result]:
@@ -88,6 +98,7 @@ class UnlearnCanvas(Metric):
                     before=parts["before"],
                     after=parts["after"],
                     better="higher",
+                    settings={"cross": self.cross} if self.cross else None,
                     bounds=(0, 1),
                 )
             )

@@ -1,0 +1,207 @@
+"""eval/results/published.md: rows of published leaderboards beside ours, with rank correlations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from studies.rendering import leaderboard, ranks
+from studies.rendering.common import table
+
+FOLDER = Path(__file__).parents[1] / "published"
+STUDY = "tiny_leaderboard"
+LEAST = 8  # methods of a rank correlation
+LEVEL = 0.05
+# A column there, the column here, and whether a larger number there is a smaller one here.
+PAIRS = (
+    ("Pre-ASR", "concept_rate", False),
+    ("Post-ASR", "attack_success", False),
+    ("Post-ASR", "one_attack", False),
+    ("CLIP-Score", "retain_error", True),
+)
+ATTACK = "unlearn_diff"  # the attack of the published leaderboard
+LABELS = {
+    **leaderboard.LABELS,
+    "one_attack": f"success rate of {ATTACK} alone",
+    ranks.SUMMARY: "summary",
+}
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """The rank correlation of one column of a published table with one column here.
+
+    Attributes:
+        theirs: The published column.
+        ours: The column here.
+        names: The common methods, by their published names.
+        rho: Spearman's coefficient. 1: the same order, from good to bad.
+        tau: Kendall's coefficient.
+        p: The p-value of Kendall's test, exact without ties.
+    """
+
+    theirs: str
+    ours: str
+    names: tuple[str, ...]
+    rho: float
+    tau: float
+    p: float
+
+
+def boards() -> list[dict[str, Any]]:
+    """Return the published leaderboards, as their files have them."""
+    return [yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))]
+
+
+def our_rates() -> dict[str, dict[str, float]]:
+    """Return the rates of our leaderboard in percent, by method and column: means over its tasks.
+
+    Only methods with all attacks on every task have a place.
+    """
+    by_task = leaderboard.complete_by_task(STUDY)
+    rates = ranks.together([list(one.values()) for one in by_task])
+    runs, attacks = leaderboard.reports(STUDY), leaderboard.attack_runs(STUDY)
+    entries = [
+        [f"{task}_{name}" for name in by_task[0]]
+        for task in leaderboard.leaderboard_of(STUDY)["tasks"]
+    ]
+    alone = ranks.together(
+        [[leaderboard.standing(runs[e], attacks[e], [ATTACK]) for e in row] for row in entries]
+    )
+    rates = {**rates, "one_attack": alone["attack_success"]}
+    return {
+        name: {column: ranks.rate_interval(rates[column][place])[0] for column in LABELS}
+        for place, name in enumerate(by_task[0])
+    }
+
+
+def common(
+    board: Mapping[str, Any], task: str, ours: Mapping[str, Mapping[str, float]]
+) -> dict[str, str]:
+    """Return the methods of a published table that our leaderboard has: their name, our name."""
+    names = {name: board["methods"][name].get("ours") for name in board["tasks"][task]["rows"]}
+    return {name: own for name, own in names.items() if own in ours}
+
+
+def correlations(
+    board: Mapping[str, Any], task: str, ours: Mapping[str, Mapping[str, float]]
+) -> list[Correlation]:
+    """Return the rank correlations of a published table with ours.
+
+    Args:
+        board: A published leaderboard.
+        task: One of its tasks.
+        ours: The result of `our_rates`.
+
+    Returns:
+        One for each of `PAIRS`; [] with fewer than `LEAST` common methods.
+    """
+    from scipy.stats import kendalltau, spearmanr
+
+    names = common(board, task, ours)
+    if len(names) < LEAST:
+        return []
+    rows, found = board["tasks"][task]["rows"], []
+    for theirs, column, is_opposite in PAIRS:
+        place = board["columns"].index(theirs)
+        values = np.array([rows[name][place] for name in names], float)
+        own = np.array([ours[name][column] for name in names.values()])
+        values = -values if is_opposite else values
+        rho, (tau, p) = spearmanr(values, own).statistic, kendalltau(values, own)
+        found.append(Correlation(theirs, column, tuple(names), float(rho), float(tau), float(p)))
+    return found
+
+
+def verdict(found: list[tuple[str, Correlation]]) -> str:
+    """Return the first sentence of the page: whether the orders agree.
+
+    Args:
+        found: The correlations, each with the name of its task.
+    """
+    if not found:
+        return f"No published table has {LEAST} methods of ours, so no order is compared."
+    agreeing = [one for _, one in found if one.p < LEVEL and one.tau > 0]
+    negative = [one for _, one in found if one.tau < 0]
+    numbers = "; ".join(
+        f"{task}, {one.theirs} with our {LABELS[one.ours]}: {one.rho:.2f}" for task, one in found
+    )
+    start = (
+        f"{len(agreeing)} of {len(found)} rank correlations are significantly positive"
+        if agreeing
+        else f"The rank correlation is low: none of {len(found)} is significantly positive"
+    )
+    end = f", and {len(negative)} are negative" if negative else ""
+    return f"**{start}{end}.** Spearman's rho: {numbers}."
+
+
+def page() -> str:
+    """Return eval/results/published.md."""
+    ours, sections, found = our_rates(), [], []
+    for board in boards():
+        for task in board["tasks"]:
+            found += [(task, one) for one in correlations(board, task, ours)]
+        sections.append(_board_text(board, ours))
+    body = "\n\n".join(sections)
+    return f"""# Published leaderboards beside ours
+
+{verdict(found)}
+
+Rendered from `studies/published/*.yaml` and `{STUDY}.jsonl.xz` by `python -m
+studies.render_results`. The published rows were read, not measured. Ours are means over the tasks
+of [the leaderboard]({STUDY}.md).
+
+A rank correlation needs {LEAST} common methods. Model, concepts, judge, attack and settings differ
+in every row, so a low correlation does not say which of the two is right. With few methods the
+test misses most correlations. The p-values have no correction for their number.
+
+{body}
+"""
+
+
+def _board_text(board: Mapping[str, Any], ours: Mapping[str, Mapping[str, float]]) -> str:
+    facts = [
+        f"Source: {board['source']}, read on {board['read']}. Date: {board['date']}.",
+        f"Licence: {board['licence']}.",
+        f"Protocol: {board['protocol'].strip()}",
+        f"Left out: {board['left_out'].strip()}",
+    ]
+    differences = [
+        f"{name}: {how['differs']}" for name, how in board["methods"].items() if "differs" in how
+    ]
+    parts = [
+        f"## {board['title']}",
+        "\n".join(f"* {fact}" for fact in facts),
+        f"What differs here: {'; '.join(differences)}.",
+    ]
+    for task in board["tasks"]:
+        parts += [f"### {task}", _task_text(board, task, ours)]
+    return "\n\n".join(parts)
+
+
+def _task_text(board: Mapping[str, Any], task: str, ours: Mapping[str, Mapping[str, float]]) -> str:
+    content = board["tasks"][task]
+    names = common(board, task, ours)
+    rows = [["method", *board["columns"], *(f"our {label} %" for label in LABELS.values())]]
+    for name, values in content["rows"].items():
+        own = ours.get(names.get(name, ""))
+        cells = [f"{own[column]:.1f}" if own else "-" for column in LABELS]
+        rows.append([name, *(f"{value:g}" for value in values), *cells])
+    found = correlations(board, task, ours)
+    if found:
+        lines = [["theirs", "ours", "methods", "Spearman's rho", "Kendall's tau", "p (tau)"]]
+        for one in found:
+            label = LABELS[one.ours]
+            numbers = [f"{one.rho:.2f}", f"{one.tau:.2f}", f"{one.p:.3f}"]
+            lines.append([one.theirs, label, str(len(one.names)), *numbers])
+        end = (
+            "A positive coefficient is the same order, from good to bad. A high CLIP score is "
+            f"good there, as a low retain error is here.\n\n{table(lines)}"
+        )
+    else:
+        end = f"{len(names)} methods are common to both, too few for a rank correlation."
+    return f"`{content['file']}` at `{content['commit'][:12]}`.\n\n{table(rows)}\n\n{end}"
