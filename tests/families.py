@@ -50,6 +50,7 @@ def plain(name: str, folder: Path) -> Any:
         "sana": "SanaPipeline",
         "zimage": "ZImagePipeline",
         "qwenimage": "QwenImagePipeline",
+        "flux2": "Flux2KleinPipeline",
     }
     kind = classes.get(name) or classes[name.split("-")[0]]
     pipe = getattr(diffusers, kind).from_pretrained(folder, **absent)
@@ -67,6 +68,8 @@ def by_hand(name: str, pipe: Any, *, guidance: float = 3.0) -> np.ndarray:
     inputs = {"class_labels": [207, 281]} if name == "dit" else {"prompt": texts(name), **size}
     generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
     guiding: dict[str, Any] = {"guidance_scale": guidance}
+    if name == "flux2":
+        guiding["max_sequence_length"] = pipe.tokenizer.model_max_length
     if name == "zimage":
         guiding = {"guidance_scale": guidance - 1}  # 0 is without guidance there
     elif name == "qwenimage":

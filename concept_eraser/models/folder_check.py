@@ -79,7 +79,7 @@ TRANSFORMERS = frozenset(
 )
 # Pipelines whose text encoder is a language model. Their tokenizers may have a chat template, which
 # is never run: the families put their own in its place (models/chat.py), or render none.
-TEMPLATED = ("SanaPipeline", "ZImagePipeline", "QwenImagePipeline")
+TEMPLATED = ("SanaPipeline", "ZImagePipeline", "QwenImagePipeline", "Flux2KleinPipeline")
 _TEMPLATE, _TEMPLATE_FILE = "chat_template", "chat_template.jinja"
 # As the index of Stable Diffusion 1 and 2 names it; the part is never loaded.
 _SAFETY_CHECKER = ("safety_checker", "stable_diffusion", "StableDiffusionSafetyChecker")

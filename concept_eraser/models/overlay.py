@@ -44,6 +44,7 @@ _DENOISERS = (
     "SanaTransformer2DModel",
     "ZImageTransformer2DModel",
     "QwenImageTransformer2DModel",
+    "Flux2Transformer2DModel",
 )
 _PARTS = {**dict.fromkeys(_DENOISERS, "denoiser"), "CLIPTextModel": "text_encoder"}
 # prefixes of names by other tools

@@ -26,6 +26,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -46,12 +47,13 @@ NAMES = (
     "sana",
     "zimage",
     "qwenimage",
+    "flux2",
 )
 VARIANTS = ("pixart-sigma", "sana-euler")  # for which a part of the tests is enough
 # in pixels; without it these would have the size of the published models
 SIZE = {
     **dict.fromkeys(("flux", "flux-schnell", "pixart", "zimage"), 16),
-    "qwenimage": 32,
+    **dict.fromkeys(("qwenimage", "flux2"), 32),
 }
 LABELS = {7: "cock", 207: "golden retriever, goldie", 281: "tabby"}
 
@@ -79,6 +81,7 @@ def _make(name: str) -> Any:
         "sana": _sana,
         "zimage": _zimage,
         "qwenimage": _qwenimage,
+        "flux2": _flux2,
     }
     pipeline = makers[family](variant)
     # DiT and Flux begin with zeros in their last layers, which would hide mistakes
@@ -451,6 +454,40 @@ def _qwenimage(variant: str) -> Any:
         scheduler=scheduler,
         vae=vae,
         text_encoder=Qwen2_5_VLForConditionalGeneration(config),
+        tokenizer=tokenizer,
+        transformer=transformer,
+    )
+
+
+def _flux2(variant: str) -> Any:
+    tokenizer = qwen_tokenizer()
+    tokenizer.model_max_length = 96
+    transformer = diffusers.Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        axes_dims_rope=(2, 2, 2, 2),
+        guidance_embeds=False,
+    )
+    vae = diffusers.AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 16),
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+    vae.bn.running_mean.normal_(0, 0.5)
+    vae.bn.running_var.uniform_(0.5, 2)
+    with torch.no_grad():  # so that prompts change pixels: the mean of many tokens is small
+        transformer.transformer_blocks[0].attn.to_out[0].weight.mul_(10)
+        transformer.proj_out.weight.mul_(5)
+    return diffusers.Flux2KleinPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+        vae=vae,
+        text_encoder=Qwen3ForCausalLM(_qwen3(tokenizer, 27)),  # whose state 27 is read
         tokenizer=tokenizer,
         transformer=transformer,
     )

@@ -1,7 +1,7 @@
 """The architectures of published models without weights, on the meta device.
 
 They allow a memory estimate before anything is downloaded (runs/memory_estimate.py). The numbers
-are those of the models' own config.json; of PixArt, Sana, Z-Image and Qwen-Image
+are those of the models' own config.json; of PixArt, Sana, Z-Image, Qwen-Image and Flux.2 Klein
 those of diffusers' conversion scripts and default arguments. A test compares the counts of
 parameters with the model cards. The tokenizers have letters only.
 """
@@ -23,6 +23,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -329,6 +330,27 @@ def _qwenimage() -> Any:
     )
 
 
+def _klein_4b() -> Any:
+    """Flux.2 Klein 4B, by diffusers' script that converts the original weights."""
+    transformer = diffusers.Flux2Transformer2DModel(
+        num_layers=5,
+        num_single_layers=20,
+        num_attention_heads=24,
+        joint_attention_dim=3 * 2560,
+        guidance_embeds=False,
+    )
+    return diffusers.Flux2KleinPipeline(
+        scheduler=_schedule(
+            "FlowMatchEulerDiscreteScheduler", shift=3.0, use_dynamic_shifting=True
+        ),
+        vae=diffusers.AutoencoderKLFlux2(),
+        text_encoder=Qwen3ForCausalLM(_qwen3_4b()),
+        tokenizer=qwen_tokenizer(),
+        transformer=transformer,
+        is_distilled=True,
+    )
+
+
 MADE: dict[str, tuple[str, Callable[[], Any]]] = {  # short name -> (family, its pipeline)
     "sd14": ("sd", _sd14),
     "sdxl": ("sdxl", _sdxl),
@@ -344,6 +366,7 @@ MADE: dict[str, tuple[str, Callable[[], Any]]] = {  # short name -> (family, its
     "sana-600m": ("sana", _sana_600m),
     "zimage": ("zimage", _zimage),
     "qwenimage": ("qwenimage", _qwenimage),
+    "klein": ("flux2", _klein_4b),
 }
 KNOWN = {  # hub id -> short name
     "CompVis/stable-diffusion-v1-4": "sd14",
@@ -363,6 +386,7 @@ KNOWN = {  # hub id -> short name
     "Tongyi-MAI/Z-Image-Turbo": "zimage",
     "Tongyi-MAI/Z-Image": "zimage",
     "Qwen/Qwen-Image": "qwenimage",
+    "black-forest-labs/FLUX.2-klein-4B": "klein",
 }
 
 

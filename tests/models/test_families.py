@@ -21,6 +21,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 
@@ -161,13 +162,16 @@ def test_corrupt_target_and_clean_agree_with_the_scheduler(name: str, get_model:
         return
     if isinstance(model, Flow):
         config = model.pipeline.scheduler.config
-        mu = diffusers.pipelines.flux.pipeline_flux.calculate_shift(
-            16,  # tokens of 8 x 8 latents
-            config.base_image_seq_len,
-            config.max_image_seq_len,
-            config.base_shift,
-            config.max_shift,
-        )
+        if name == "flux2":
+            mu = compute_empirical_mu(64, 50)  # latents of 8 x 8
+        else:
+            mu = diffusers.pipelines.flux.pipeline_flux.calculate_shift(
+                16,  # tokens of 8 x 8 latents
+                config.base_image_seq_len,
+                config.max_image_seq_len,
+                config.base_shift,
+                config.max_shift,
+            )
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
         scheduler.set_timesteps(1000, sigmas=np.linspace(1, 1e-3, 1000), mu=mu)
         at = scheduler.timesteps.flip(0)[t]
@@ -222,6 +226,12 @@ BY_HAND: dict[str, Formula] = {
     "zimage": flow_formula(3.0, time=lambda sigma: 1 - sigma),
     # linear in the 16 tokens: 0.5 at 256, 0.9 at 8,192
     "qwenimage": flow_formula(math.exp(0.5 + (16 - 256) / (8192 - 256) * 0.4)),
+    # of 64 tokens, at 50 steps on the line from 10 to 200 steps
+    "flux2": flow_formula(
+        math.exp(
+            (150 * (64 * 8.73809524e-05 + 1.89833333) + 40 * (64 * 0.00016927 + 0.45666666)) / 190
+        )
+    ),
 }
 
 
@@ -292,6 +302,9 @@ def test_the_denoiser_gets_the_inputs_of_the_pipeline(name: str, get_model: GetM
         model, lambda: model.sample(text, seeds=[5], steps=steps, guidance=3.0)
     )
     calls = calls[-1:] if steps == 2 else calls
+    if name == "flux2":  # the pipeline predicts for the prompt, then for the empty prompt
+        (both,) = own_calls
+        own_calls = [{key: value[i : i + 1] for key, value in both.items()} for i in (1, 0)]
     assert len(own_calls) == len(calls)
     for own_inputs, pipeline_inputs in zip(own_calls, calls, strict=True):
         assert own_inputs.keys() == pipeline_inputs.keys() - {"return_dict"}
@@ -347,6 +360,10 @@ def test_encoding_matches_the_pipelines_own_and_vae_round_trip(
         states, pooled, _ = model.pipeline.encode_prompt(texts(name))
         torch.testing.assert_close(condition.tensors["states"], states)
         torch.testing.assert_close(condition.tensors["pooled"], pooled)
+    elif name == "flux2":
+        for one, prompts in ((condition, texts(name)), (model.null(), [""])):
+            states, _ = model.pipeline.encode_prompt(prompts, max_sequence_length=model.length)
+            torch.testing.assert_close(one.tensors["states"], states, rtol=1e-4, atol=1e-5)
     elif name in ("zimage", "qwenimage"):
         empty = "" if name == "zimage" else " "
         for one, prompts in ((condition, texts(name)), (model.null(), [empty])):
@@ -391,6 +408,9 @@ def test_encoding_matches_the_pipelines_own_and_vae_round_trip(
             rtol=1e-4,
             atol=1e-5,
         )
+        if name == "flux2":
+            own_code = model.pipeline._encode_vae_image(images, generator=None)
+            torch.testing.assert_close(latents, own_code)
 
 
 @every
@@ -402,14 +422,19 @@ def test_denoise_with_replaced_weights(name: str, get_model: GetModel) -> None:
     lasts = {
         "pixart": "proj_out.bias",
         "zimage": "all_final_layer.2-1.linear.bias",
+        "flux2": "proj_out.weight",  # has no bias
     }
     last = lasts.get(name) or next(k for k in reversed(own) if k.endswith("bias"))
     shift = -1 if name == "zimage" else 1  # whose output is the negative prediction
     with torch.no_grad():
         before = model.denoise(x, t, condition)
         assert before.shape == x.shape
-        changed_prediction = model.denoise(x, t, condition, {last: own[last] + 1})
-        torch.testing.assert_close(changed_prediction, before + shift)
+        if last.endswith("weight"):  # without a bias the prediction is linear in the last weight
+            doubled = model.denoise(x, t, condition, {last: own[last] * 2})
+            torch.testing.assert_close(doubled, before * 2)
+        else:
+            changed_prediction = model.denoise(x, t, condition, {last: own[last] + 1})
+            torch.testing.assert_close(changed_prediction, before + shift)
         each = torch.cat(
             [model.denoise(x[i : i + 1], t[i : i + 1], condition[i : i + 1]) for i in range(2)]
         )
@@ -438,7 +463,7 @@ OBJECTIVES = {
 
 
 # the others of these families have the same steps, and take a second each
-LONG_RUNS = (("sana", "all"), ("zimage", "cross_attention"))
+LONG_RUNS = (("sana", "all"), ("zimage", "cross_attention"), ("flux2", "cross_attention"))
 
 
 @pytest.mark.parametrize(
@@ -525,7 +550,7 @@ def test_selections_of_families_with_joint_attention(get_model: GetModel) -> Non
     assert set(select(names, "blocks")) == {k for k in names if "layers." in k or "refiner." in k}
     ends = {k.split(".")[0] for k in set(names) - set(select(names, "noxattn"))}
     assert ends == {"all_final_layer", "t_embedder"}
-    for name in ("sd3", "flux", "qwenimage"):
+    for name in ("sd3", "flux", "qwenimage", "flux2"):
         names = [k for k, _ in get_model(name).denoiser.named_parameters()]
         selections = {
             key: set(select(names, key))
@@ -546,7 +571,8 @@ def test_selections_of_families_with_joint_attention(get_model: GetModel) -> Non
         assert not selections["self_attention"] & selections["cross_attention"]
         assert selections["self_attention"] < selections["all_but_cross_attention"]
         ends = selections["all_but_cross_attention"] - set(select(names, "noxattn"))
-        assert {k.split(".")[0] for k in ends} == {"norm_out", "proj_out", "time_text_embed"}
+        time = "time_guidance_embed" if name == "flux2" else "time_text_embed"
+        assert {k.split(".")[0] for k in ends} == {"norm_out", "proj_out", time}
         attention = {k for k in names if ".attn." in k or ".attn2." in k}
         assert selections["self_attention"] | selections["cross_attention"] == attention
         assert all("add" in k for k in selections["cross_attention"])
@@ -696,13 +722,14 @@ def test_options_of_a_family(get_model: GetModel) -> None:
         (copy.deepcopy(get_model("sd3")), {"size": 64}, "at most 32 pixels"),
         (get_model("dit"), {"size": 64}, "option of the model family 'dit'"),
         (copy.deepcopy(get_model("sana")), {"size": 48}, "multiple of 32"),
+        (copy.deepcopy(get_model("flux2")), {"size": 34}, "multiple of 4"),
     ):
         with pytest.raises(UserError, match=message):
             model.configure(settings)
     assert (flux.guidance, flux.size) == (3.5, 32)  # a refused request changes nothing
 
 
-@pytest.mark.parametrize("name", ["pixart", "sana", "zimage", "qwenimage"])
+@pytest.mark.parametrize("name", ["pixart", "sana", "zimage", "qwenimage", "flux2"])
 def test_a_lora_in_plain_diffusers(
     name: str, get_model: GetModel, folder: Any, tmp_path: Path
 ) -> None:
@@ -776,6 +803,15 @@ def test_what_a_family_refuses(get_model: GetModel) -> None:
         pipeline.transformer.register_to_config(**option)
         with pytest.raises(UserError, match=message):
             load(pipeline)
+    distilled = copy.deepcopy(get_model("flux2").pipeline)
+    distilled.register_to_config(is_distilled=True)
+    klein = load(distilled)
+    klein.configure(options("flux2"))
+    assert klein.readings(3.0) == 1
+    condition, x, t = klein.encode(["a star"]), torch.randn(1, 16, 8, 8), torch.tensor(500)
+    with torch.no_grad():
+        guided = klein.guide(x, t, condition, klein.null(), 3.0, None)
+        assert torch.equal(guided, klein.denoise(x, t[None], condition))
     dit = copy.deepcopy(get_model("dit").pipeline)
     dit.scheduler = diffusers.DDPMScheduler()
     with pytest.raises(UserError, match="a seed names no image"):

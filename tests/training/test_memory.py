@@ -61,7 +61,7 @@ def loss_of_denoiser(model: Any, name: str) -> Callable[[], torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", ["sd", "sdxl", "sd3", "flux", "dit", "pixart", "sana", "zimage", "qwenimage"]
+    "name", ["sd", "sdxl", "sd3", "flux", "dit", "pixart", "sana", "zimage", "qwenimage", "flux2"]
 )
 def test_checkpointing_gives_the_same_gradients_and_holds_less(name: str, get_model: Any) -> None:
     model = get_model(name)
@@ -327,6 +327,7 @@ def test_published_architectures_have_the_size_their_cards_say() -> None:
             "sana-600m",
             "zimage",
             "qwenimage",
+            "klein",
         )
     }
     assert sizes["sd3"] == pytest.approx(2.0e9, rel=0.05)
@@ -336,6 +337,7 @@ def test_published_architectures_have_the_size_their_cards_say() -> None:
     assert sizes["sana-600m"] == pytest.approx(0.6e9, rel=0.05)
     assert sizes["zimage"] == pytest.approx(6e9, rel=0.05)
     assert sizes["qwenimage"] == pytest.approx(20e9, rel=0.05)
+    assert sizes["klein"] == pytest.approx(4e9, rel=0.05)
 
 
 @pytest.mark.parametrize("name", memory_presets.PRESETS)

@@ -157,6 +157,7 @@ def test_parts_leave_before_others_come(tiny: Any, monkeypatch: pytest.MonkeyPat
     [
         *((name, dtype) for name in FAMILIES for dtype in (None, torch.bfloat16)),
         *((name, None) for name in ("pixart", "sana", "zimage", "qwenimage")),
+        pytest.param("flux2", None, marks=pytest.mark.slow),
     ],
 )
 def test_an_image_in_stages_is_the_whole_one(name: str, autocast: Any, tmp_path: Path) -> None:
