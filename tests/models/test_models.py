@@ -201,8 +201,8 @@ def test_pickled_weights_load_when_allowed(model_folder: Path) -> None:
 def test_incomplete_and_foreign_folders(model_folder: Path, tmp_path: Path) -> None:
     index = model_folder / "model_index.json"
     content = json.loads(index.read_text())
-    index.write_text(json.dumps({**content, "_class_name": "PixArtSigmaPipeline"}))
-    with pytest.raises(UserError, match="is a PixArtSigmaPipeline, which is not supported"):
+    index.write_text(json.dumps({**content, "_class_name": "AuraFlowPipeline"}))
+    with pytest.raises(UserError, match="is a AuraFlowPipeline, which is not supported"):
         load(str(model_folder))
     index.write_text("{")
     with pytest.raises(UserError, match="damaged"):
