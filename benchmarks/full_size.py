@@ -11,6 +11,9 @@ it, because the estimate of a dry run does not count it.
 
 Every finished step is written to the JSON file at once, and is not repeated by the next call.
 `--steps` names some of them. `python -m studies.render_results` renders the table.
+
+The steps "profile: ..." repeat a job under `benchmarks.profile_phases`, which finds the three
+largest costs of each phase. `--pixels 256` gives Stable Diffusion 1.4 a smaller image.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import profile_phases
 from concept_eraser.storage.writers import write_text
 from concept_eraser.tiny import published
 from concept_eraser.utils import provenance
@@ -60,14 +64,19 @@ class Place:
     Attributes:
         family: The architecture: sd14, sdxl or tiny.
         folder: Where models and runs lie.
+        pixels: The width and height of the images.
     """
 
     family: str
     folder: Path
+    pixels: int
 
     @property
     def model(self) -> str:
-        return "tiny-sd" if self.family == "tiny" else str(self.folder / self.family)
+        if self.family == "tiny":
+            return "tiny-sd"
+        small = "" if self.pixels == PIXELS[self.family] else f"_{self.pixels}"
+        return str(self.folder / f"{self.family}{small}")
 
     def run(self, job: str) -> Path:
         return self.folder / f"run_{re.sub('[^a-z]+', '_', job.lower())}"
@@ -119,6 +128,8 @@ def make_checkpoint(place: Place) -> dict[str, Any]:
     if place.family != "tiny":
         torch.manual_seed(0)
         pipeline = published.MADE[place.family][1]().to(torch.float16)
+        if place.family == "sd14":
+            pipeline.unet.register_to_config(sample_size=place.pixels // pipeline.vae_scale_factor)
         pipeline.save_pretrained(place.model)
     return {"seconds": round(time.monotonic() - start, 1)}
 
@@ -151,8 +162,17 @@ def erase(place: Place, job: str) -> dict[str, Any]:
     return {**result, "step_seconds": steps, "disk_mb": size(place.run(job))}
 
 
+def profile(place: Place, job: str) -> dict[str, Any]:
+    """Run a job under torch's profiler."""
+    file, run = place.folder / "phases.json", f"{place.run(job)}_profiled"
+    erasing = ["erase", *_settings(place, job), "-o", run, "--overwrite", "--quiet"]
+    words = [sys.executable, "-m", "benchmarks.profile_phases", str(file), *erasing]
+    result = measure(words, place.folder)
+    return {**result, "phases": json.loads(file.read_text())}
+
+
 def _settings(place: Place, job: str) -> list[str]:
-    pixels = [f"model_options.size={PIXELS['sdxl']}"] if place.family == "sdxl" else []
+    pixels = [f"model_options.size={place.pixels}"] if place.family == "sdxl" else []
     forget, retain = (place.folder / f"{name}.txt" for name in PROMPTS)
     prompts = ["--forget", str(forget), "--anchor", "a field", "--retain", str(retain)]
     return ["--model", place.model, *prompts, *JOBS[job], *FEW, *pixels]
@@ -209,7 +229,7 @@ def compare(place: Place) -> dict[str, Any]:
     model = str(resources.tiny_weights() / "tiny-sd") if is_tiny else place.model
     run = str(place.run("LoRA on all layers"))
     files = [str(place.folder / "kohya.safetensors"), str(place.folder / "single.safetensors")]
-    words = [sys.executable, "-c", COMPARE, model, run, *files, str(PIXELS[place.family])]
+    words = [sys.executable, "-c", COMPARE, model, run, *files, str(place.pixels)]
     result = measure(words, place.folder)
     return {**result, **json.loads(result["text"].splitlines()[-1])}
 
@@ -228,27 +248,32 @@ def steps(place: Place) -> dict[str, Callable[[], dict[str, Any]]]:
         "load in plain diffusers": partial(compare, place),
         "erase: cross-attention": partial(erase, place, "cross-attention"),
         "erase: all weights, Adafactor": partial(erase, place, "all weights, Adafactor"),
+        **{f"profile: {job}": partial(profile, place, job) for job in JOBS},
     }
 
 
 def run(place: Place, output: Path, names: Collection[str]) -> None:
     """Make the steps that the JSON file does not have yet."""
     content = json.loads(output.read_text()) if output.exists() else {"rows": []}
-    content["environment"] = provenance.describe()
+    here = provenance.describe()
+    content.setdefault("environment", here)  # of the first rows; each row has its own commit
     place.folder.mkdir(parents=True, exist_ok=True)
     for name, prompt in PROMPTS.items():
         (place.folder / f"{name}.txt").write_text(f"{prompt}\n")
     for name, step in steps(place).items():
-        known = {(row["family"], row["step"]) for row in content["rows"]}
-        if name not in names or (place.family, name) in known:
+        known = {(row["family"], row["pixels"], row["step"]) for row in content["rows"]}
+        if name not in names or (place.family, place.pixels, name) in known:
             continue
         print(f"{place.family}: {name}", flush=True)
         result = step()
         result.pop("text", None)
-        row = {"family": place.family, "pixels": PIXELS[place.family], "step": name, **result}
+        row = {"family": place.family, "pixels": place.pixels, "step": name, **result}
+        row["commit"] = here["commit"]
         content["rows"].append(row)
         write_text(output, json.dumps(content, indent=1) + "\n", overwrite=True)
         print(f"  {row['seconds']} s", flush=True)
+        if "phases" in row:
+            print("\n".join(profile_phases.lines(row["phases"])), flush=True)
 
 
 def main() -> None:
@@ -256,11 +281,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--family", default="sd14", choices=PIXELS)
+    parser.add_argument("--pixels", type=int, help="width and height of the images of sd14, sdxl")
     parser.add_argument("--steps", default="", help="only these, joined by commas")
     parser.add_argument("--work", type=Path, default=Path("runs/full-size"))
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
-    place = Place(args.family, args.work.resolve())
+    place = Place(args.family, args.work.resolve(), args.pixels or PIXELS[args.family])
     names = [name for name in args.steps.split(",") if name] or list(steps(place))
     if unknown := [name for name in names if name not in steps(place)]:
         parser.error(f"unknown step {unknown[0]!r}; there are: {', '.join(steps(place))}")

@@ -64,6 +64,7 @@ DENOISER: dict[str, Any] = {
 }
 IMAGES = {"forget": {"loss": "data"}, "retain": {"loss": "data"}}
 ATTACK = {"attack": {"n": 4}}
+RELEARN = {"relearn": {"prompts": ["a drawing of a red star"], "loss": "data", "n": 4}}
 HISTOGRAM = {"histogram": {"concept": {"shape": "star"}}}
 
 ASCENT = {"forget": {"loss": "ascent"}, "retain": {"loss": "data"}}
@@ -78,6 +79,14 @@ METHODS: dict[str, dict[str, Any]] = {
         **ATTACK,
     },
     "minmax_ngd": {"method": "minmax_ngd", **IMAGES},
+    "race": {"method": {"name": "race", "inner_steps": 1}, **ATTACK},
+    "stereo": {
+        "method": {"name": "stereo", "rounds": 1, "erase_steps": 1, "inner_steps": 1},
+        "forget": {"loss": "stereo", "anchor": {"shape": "circle"}, "eta": 2.0},
+        **ATTACK,
+    },
+    "meta_unlearning": {"method": "meta_unlearning", **RELEARN},
+    "resalign": {"method": {"name": "resalign", "inner_steps": 1, "terms": 2}, **RELEARN},
     "moco": {"method": {"name": "moco", "inner_steps": 1, "inner_lr": 100}, **ATTACK},
     "moml": {"method": {"name": "moml", "inner_steps": 1, "inner_lr": 100}, **ATTACK},
     "munba": {"method": "munba"},

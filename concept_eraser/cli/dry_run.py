@@ -78,7 +78,7 @@ def _disk(
 
     in_fp32: the precision of the checkpoint is not known, so its size is that in fp32.
     """
-    from concept_eraser.runs import disk_estimate, dry_run, memory_estimate
+    from concept_eraser.runs import disk_estimate, dry_run
 
     saved = recipe.weights_to_save(has_name=not allow_pickle)
     estimate = disk_estimate.estimate(recipe, model, saved)
@@ -86,7 +86,7 @@ def _disk(
     if in_fp32 and saved == "pipeline":
         lines.append("  (the pipeline in fp32; of a checkpoint in half precision it is half of it)")
     if count := dry_run.image_count(recipe):
-        size = size_text(count * 3 * memory_estimate.image_width(model) ** 2)
+        size = size_text(count * 3 * model.image_width() ** 2)
         lines.append(
             f"  beside it up to {size} for {count} images in the cache {resources.cache()}"
         )

@@ -10,6 +10,10 @@ import typer
 from concept_eraser.utils import limits
 
 RECIPE = "tiny_star_munba_lora"
+# Fewer steps of the sampler for the training images, and fewer training steps, than the recipe has
+# (12 and 100). With two seeds the concept rate, the no-object rates and the accuracies stayed the
+# same within their intervals. With 50 training steps the no-object rate was 30 to 45 %.
+FEWER_STEPS = ["generation.steps=6", "training.steps=80"]
 
 
 def quickstart(
@@ -47,7 +51,7 @@ def quickstart(
     from concept_eraser.reporting.single_run import verdict
     from concept_eraser.storage.writers import write_text
 
-    words = [RECIPE, *fast_precision(), *(overrides or ())]
+    words = [RECIPE, *FEWER_STEPS, *fast_precision(), *(overrides or ())]
     start = time.monotonic()
     with bars(quiet) as progress:
         run = api.erase(

@@ -18,7 +18,7 @@ def embed_texts(model: Model, texts: Sequence[str]) -> Tensor:
     """An embedding of each text by the model's text encoders, [texts, width].
 
     It is the pooled output of the CLIP text encoders (SDXL, SD 3, Flux). A family without one has
-    the mean of the text encoder's outputs over the tokens of the text.
+    the mean of the text encoder's outputs over the tokens of the text, by its mask if it has one.
     """
     rows = []
     for start in range(0, len(texts), BATCH):
@@ -28,8 +28,12 @@ def embed_texts(model: Model, texts: Sequence[str]) -> Tensor:
             vectors = tensors["pooled"].float().cpu()
         else:
             states = tensors["states"].float().cpu()
-            lengths = torch.tensor([len(model.words.ids(text)) + 2 for text in batch])
-            inside = torch.arange(states.shape[1])[None] < lengths[:, None]
+            if not model.has_clip_words:
+                masks = tensors if "mask" in tensors else model.tokenize(batch).tensors
+                inside = masks["mask"].cpu().bool()
+            else:
+                lengths = torch.tensor([len(model.words.ids(text)) + 2 for text in batch])
+                inside = torch.arange(states.shape[1])[None] < lengths[:, None]
             vectors = (states * inside[..., None]).sum(1) / inside.sum(1, keepdim=True)
         rows.append(F.normalize(vectors, dim=-1))
     return torch.cat(rows)

@@ -303,7 +303,10 @@ def _write_tensors(model: Model, changes: Changes, place: Path, strength: float)
             f"{' and '.join(changes)}; export --to diffusers"
         )
     ((part, tensors),) = changes.items()
-    values = {name: torch.lerp(*pair, strength).contiguous() for name, pair in tensors.items()}
+    values = {
+        name: (after if strength == 1 else torch.lerp(before, after, strength)).contiguous()
+        for name, (before, after) in tensors.items()
+    }
     header = {
         "format": "pt",
         "part": getattr(model, "network", "unet") if part == "denoiser" else part,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.methods.vectors import Vec, combine_and_free, gramian, is_finite
+from concept_eraser.methods.vectors import Vec, combine_and_free, is_finite
 
 HessianProduct = Literal["difference", "exact"]
 
@@ -55,6 +55,13 @@ class Closure(Protocol):
         Args:
             objective: The name of the objective.
             of: Positions in `params`; None for all parameters.
+        """
+        ...
+
+    def gramian(self, gradients: Sequence[Vec]) -> Tensor:
+        """Return all inner products of m gradients: [m, m] float64 on the CPU.
+
+        The losses are read with them, so that the host waits for a GPU once.
         """
         ...
 
@@ -102,6 +109,35 @@ class Direction:
     hold: bool = False
     # move the variable of the lower level alone, for the same reason
     hold_trained: bool = False
+    # no entry of vec, and no weight, is larger in absolute value; None if that is not known. A
+    # direction with a bound that its type can hold is finite, and nobody has to read its entries
+    bound: float | None = None
+
+    @classmethod
+    def weighted_sum(
+        cls,
+        weights: Tensor,
+        gradients: list[Vec],
+        gram: Tensor,
+        *,
+        notes: Mapping[str, float] | None = None,
+        hold: bool = False,
+    ) -> Direction:
+        """Return sum_i weights[i] * gradients[i], and empty the list `gradients`.
+
+        Args:
+            weights: [m] float64.
+            gradients: m gradients.
+            gram: Their inner products, [m, m] float64.
+            notes: Numbers for the log.
+            hold: Whether no step is taken.
+        """
+        bound = 0.0
+        for weight, square in zip(weights.tolist(), gram.diagonal().tolist(), strict=True):
+            if weight != 0.0:
+                bound += abs(weight) * max(1.0, math.sqrt(square) if square >= 0 else math.nan)
+        vec = combine_and_free(weights, gradients)
+        return cls(vec, gram, weights, notes or {}, hold=hold, bound=bound)
 
 
 class Options:
@@ -221,9 +257,9 @@ class GramMethod(Method):
 
     def direction(self, closure: Closure) -> Direction:
         grads = [closure.grad(objective) for objective in closure.objectives]
-        gram = gramian(grads)
+        gram = closure.gramian(grads)
         weights, notes = self.solve(gram)
-        return Direction(combine_and_free(weights, grads), gram, weights, notes)
+        return Direction.weighted_sum(weights, grads, gram, notes=notes)
 
 
 def usable(gram: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import HessianProduct, Method
-from concept_eraser.methods.vectors import Vec, dot, norm
+from concept_eraser.methods.vectors import Vec, dot, gramian, norm
 
 SCALES = (1e-12, 1e-8, 1e-3, 1.0, 1e4, 1e12)
 COSINES = (-0.999999, -0.9, -0.3, 0.0, 0.3, 0.9, 1.0)
@@ -75,6 +75,9 @@ class Fixed:
             if of is None
             else tuple(self.gradients[objective][i] for i in of)
         )
+
+    def gramian(self, gradients: Sequence[Vec]) -> Tensor:
+        return gramian(gradients)
 
     def terms(self, objective: str) -> int:
         return 1

@@ -46,7 +46,7 @@ from typing import ClassVar, Literal
 import torch
 
 from concept_eraser.methods.base import Closure, Direction, Method, usable
-from concept_eraser.methods.vectors import Vec, combine, gramian
+from concept_eraser.methods.vectors import Vec
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class EraseDiff(Method):
             closure.last_loss,
             [gradients[objective] for objective in closure.objectives],
         )
-        gram, index = gramian(grads), closure.objectives.index("forget")
+        gram, index = closure.gramian(grads), closure.objectives.index("forget")
         forget = gram[index, index]
         gap = self._gap(closure, gradients["forget"], forget_loss) if self.barrier == "gap" else 0.0
         barrier = {"norm": float(forget), "gap": gap, "constant": 1.0}[self.barrier] * self.eta
@@ -108,7 +108,7 @@ class EraseDiff(Method):
             else 0.0
         )
         notes = {"gap": gap} if self.barrier == "gap" else {}
-        return Direction(combine(weights, grads), gram, weights, notes)
+        return Direction.weighted_sum(weights, grads, gram, notes=notes)
 
     def _gap(self, closure: Closure, first: Vec, loss: float) -> float:
         """Return f(theta) - f(theta^K), at least 0."""

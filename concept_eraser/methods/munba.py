@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import Closure, Direction, GramMethod, usable
-from concept_eraser.methods.vectors import Vec, combine, combine_and_free, gramian, norm
+from concept_eraser.methods.vectors import Vec, combine, combine_and_free, norm
 
 ROUNDING = 1e-9  # the relative error of 1 + c at c near -1, where c has one of 1e-16
 
@@ -184,22 +184,24 @@ class Munba(GramMethod):
         weights = self._state.get("weights")
         if self.every > 1 and closure.step % self.every and weights is not None:
             grads = [closure.grad(objective) for objective in closure.objectives]
-            gram = gramian(grads)
-            return Direction(combine_and_free(weights, grads), gram, weights, {"kept": 1})
+            gram = closure.gramian(grads)
+            return Direction.weighted_sum(weights, grads, gram, notes={"kept": 1})
         grads = [closure.grad(objective) for objective in closure.objectives]
-        gram = gramian(grads)
+        gram = closure.gramian(grads)
         weights, notes = self.solve(gram)
         is_opposed = bool(notes.get("opposed"))
         if is_opposed and self.opposed == "noise":
             grads = _add_noise(grads, gram, self.noise, closure.step)
-            weights, notes = self._bargain(gramian(grads))
+            weights, notes = self._bargain(closure.gramian(grads))
             notes = {**notes, "opposed": 1}
         if self.every > 1 and is_opposed:
             self._state.pop("weights", None)  # the next step bargains
         elif self.every > 1 and not notes["degenerate"]:
             self._state["weights"] = weights
+        if is_opposed and self.opposed == "noise":  # gram is of the gradients without noise
+            return Direction(combine_and_free(weights, grads), gram, weights, notes)
         is_held = is_opposed and self.opposed == "stop"
-        return Direction(combine_and_free(weights, grads), gram, weights, notes, hold=is_held)
+        return Direction.weighted_sum(weights, grads, gram, notes=notes, hold=is_held)
 
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
         """Return the weights, and for opposed gradients those of the option `opposed`.

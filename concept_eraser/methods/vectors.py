@@ -58,16 +58,24 @@ def gramian(vectors: Sequence[Vec]) -> Tensor:
 
     Each tensor is converted to float64 once.
     """
+    return gramian_and_scalars(vectors, ())[0]
+
+
+def gramian_and_scalars(
+    vectors: Sequence[Vec], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[float]]:
+    """Return `gramian` and the values of `scalars`. The host waits for a GPU once for both."""
     m = len(vectors)
     pairs = [(i, j) for i in range(m) for j in range(i, m)]
     products: list[Tensor] = []  # of each part, for each pair
     for parts in zip(*vectors, strict=True):
         wide = [_wide(part) for part in parts]
         products += [torch.dot(wide[i], wide[j]) for i, j in pairs]
-    values, gram = fetch(products), torch.zeros(m, m, dtype=torch.float64)
+    values = fetch([*products, *scalars])
+    inner_products, gram = values[: len(products)], torch.zeros(m, m, dtype=torch.float64)
     for place, (i, j) in enumerate(pairs):
-        gram[i, j] = _total(values[place :: len(pairs)])
-    return gram + gram.triu(1).T
+        gram[i, j] = _total(inner_products[place :: len(pairs)])
+    return gram + gram.triu(1).T, values[len(products) :]
 
 
 def combine(weights: Tensor | Sequence[float], vectors: Sequence[Vec]) -> Vec:

@@ -20,13 +20,12 @@ weight of forget.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from concept_eraser.methods.base import Closure, Direction, Method
-from concept_eraser.methods.vectors import combine_and_free, gramian
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,12 @@ class Weighted(Method):
             ]
         positions = [i for i, weight in enumerate(weights) if weight > 0]
         grads = [closure.grad(closure.objectives[i]) for i in positions]
+        computed = closure.gramian(grads)
+        all_weights = torch.tensor(weights, dtype=torch.float64)
         gram = torch.full((len(weights), len(weights)), float("nan"), dtype=torch.float64)
-        gram[torch.tensor(positions)[:, None], torch.tensor(positions)] = gramian(grads)
-        return Direction(
-            combine_and_free([weights[i] for i in positions], grads),
-            gram,
-            torch.tensor(weights, dtype=torch.float64),
-        )
+        gram[torch.tensor(positions)[:, None], torch.tensor(positions)] = computed
+        direction = Direction.weighted_sum(all_weights[positions], grads, computed)
+        return replace(direction, gram=gram, weights=all_weights)
 
 
 NAMED = {

@@ -120,6 +120,8 @@ class Model(Loaded):
     """
 
     timesteps: int  # time steps of the training schedule
+    # whether prompts are read by one CLIP text encoder only, whose tokens can be attacked
+    has_clip_words: ClassVar[bool] = False
 
     def drawing(self) -> dict[str, Any]:
         """What determines an image beside weights, prompt, seed and sampling settings.
@@ -145,12 +147,13 @@ class Model(Loaded):
         raise self.lacks(f"the safeguard {guard.kind!r}")
 
     def lacks(self, what: str) -> UserError:
-        """Return the error for a family with several text encoders or none, where one is needed."""
-        description = (
-            f"has {' and '.join(self.readers)}"
-            if self.readers
-            else "is conditioned on classes, not on texts"
-        )
+        """Return the error for a family without the one CLIP text encoder that is needed."""
+        if not self.readers:
+            description = "is conditioned on classes, not on texts"
+        elif len(self.readers) == 1:
+            description = f"reads texts with a {type(self.parts[self.readers[0]]).__name__}"
+        else:
+            description = f"has {' and '.join(self.readers)}"
         return UserError(
             f"{what} needs a model with one CLIP text encoder, as in Stable Diffusion 1 and "
             f"2; {self.source} ({self.family}) {description}"
@@ -212,6 +215,11 @@ class Model(Loaded):
 
     @abstractmethod
     def latent_shape(self) -> tuple[int, int, int]: ...
+
+    def image_width(self) -> int:
+        """Return width and height of the images, in pixels."""
+        vae: Any = self.parts["vae"]
+        return self.latent_shape()[1] * 2 ** (len(vae.config.block_out_channels) - 1)
 
     @abstractmethod
     def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:

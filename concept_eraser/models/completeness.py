@@ -21,6 +21,8 @@ _OLDER = {
     ".to_v.": ".value.",
     ".to_out.0.": ".proj_attn.",
 }  # diffusers before 0.18
+# transformers writes the parts of Qwen 2.5 VL without these
+_WITHOUT = {"model.visual.": "visual.", "model.language_model.": "model."}
 
 
 def require_all_weights(module: nn.Module, folder: Path) -> None:
@@ -54,6 +56,9 @@ def names_in_files(name: str) -> Iterator[str]:
     older = name
     for new, old in _OLDER.items():
         older = older.replace(new, old)
+    for longer, shorter in _WITHOUT.items():
+        if name.startswith(longer):
+            yield shorter + name.removeprefix(longer)
     for spelling in (name, older):
         yield spelling
         yield spelling.removeprefix("text_model.")

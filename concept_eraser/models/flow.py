@@ -1,4 +1,4 @@
-"""Flow matching (rectified flow), by which SD 3 and Flux are trained.
+"""Flow matching (rectified flow), by which SD 3, Flux and Sana are trained.
 
 x_t = (1 - sigma) x_0 + sigma noise, and the denoiser predicts the velocity noise - x_0.
 
@@ -37,16 +37,17 @@ class Flow(Sized):
 
     def __init__(self, pipeline: Any, source: str) -> None:
         super().__init__(pipeline, source)
-        scheduler = pipeline.scheduler
-        if not type(scheduler).__name__.startswith("FlowMatch") or scheduler.config.get(
-            "invert_sigmas"
-        ):
+        if not self._is_flow(pipeline.scheduler):
             raise UserError(
-                f"{source}: the scheduler {type(scheduler).__name__} is not one of flow "
+                f"{source}: the scheduler {type(pipeline.scheduler).__name__} is not one of flow "
                 "matching from noise (FlowMatchEulerDiscreteScheduler)"
             )
-
         self._sigmas = self._schedule()
+
+    def _is_flow(self, scheduler: Any) -> bool:
+        """Whether the family supports this scheduler."""
+        is_named_so = type(scheduler).__name__.startswith("FlowMatch")
+        return is_named_so and not scheduler.config.get("invert_sigmas")
 
     def configure(self, options: Mapping[str, Any]) -> None:
         super().configure(options)

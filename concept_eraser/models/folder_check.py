@@ -49,7 +49,11 @@ FILES = 10_000  # entries of a model folder
 TOKENIZERS = (
     "CLIPTokenizer",
     "CLIPTokenizerFast",
+    "GemmaTokenizer",
+    "GemmaTokenizerFast",
     "PreTrainedTokenizerFast",
+    "Qwen2Tokenizer",
+    "Qwen2TokenizerFast",
     "T5Tokenizer",
     "T5TokenizerFast",
     "TokenizersBackend",
@@ -60,6 +64,10 @@ TRANSFORMERS = frozenset(
         "CLIPTextModel",
         "CLIPTextModelWithProjection",
         "T5EncoderModel",
+        "Gemma2Model",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3ForCausalLM",
+        "Qwen3Model",
         "CLIPVisionModelWithProjection",
         "SiglipVisionModel",
         "CLIPFeatureExtractor",
@@ -69,6 +77,10 @@ TRANSFORMERS = frozenset(
         "SiglipImageProcessor",
     )
 )
+# Pipelines whose text encoder is a language model. Their tokenizers may have a chat template, which
+# is never run: the families put their own in its place (models/chat.py), or render none.
+TEMPLATED = ("SanaPipeline", "ZImagePipeline", "QwenImagePipeline", "Flux2KleinPipeline")
+_TEMPLATE, _TEMPLATE_FILE = "chat_template", "chat_template.jinja"
 # As the index of Stable Diffusion 1 and 2 names it; the part is never loaded.
 _SAFETY_CHECKER = ("safety_checker", "stable_diffusion", "StableDiffusionSafetyChecker")
 _CONFIGURATIONS = (
@@ -129,7 +141,8 @@ def check_pipeline(folder: Path) -> dict[str, Any]:
     for name in ["", *sorted(components(index))]:
         place = folder / name
         if os.path.lexists(place):
-            _check_files(place, root, deep=bool(name))
+            templated = name == "tokenizer" and index["_class_name"] in TEMPLATED
+            _check_files(place, root, deep=bool(name), templated=templated)
     return index
 
 
@@ -205,7 +218,8 @@ def _check_component(name: str, component: list[Any], file: Path) -> None:
             "only diffusers and transformers are allowed. Use a pipeline without custom code"
         )
     if library == "transformers":
-        is_allowed, kinds = class_name in TRANSFORMERS, ", ".join(sorted(TRANSFORMERS))
+        plain = sorted(name for name in TRANSFORMERS if not name.endswith(("Fast", "Pil")))
+        is_allowed, kinds = class_name in TRANSFORMERS, ", ".join(plain)
     else:
         is_allowed, kinds = _is_part_of_diffusers(class_name), "its models and schedulers"
     if not is_allowed:
@@ -239,8 +253,15 @@ def _root_of(folder: Path) -> Path:
     return own
 
 
-def _check_files(folder: Path, root: Path, *, deep: bool) -> None:
-    """Check every file of a folder. deep: also those of its subfolders."""
+def _check_files(folder: Path, root: Path, *, deep: bool, templated: bool = False) -> None:
+    """Check every file of a folder.
+
+    Args:
+        folder: The folder.
+        root: The folder that links may not leave.
+        deep: Also check the files of its subfolders.
+        templated: It is a tokenizer's, whose chat template is never run.
+    """
     for number, path in enumerate(_walk(folder, deep)):
         if number >= FILES:
             raise UserError(
@@ -256,6 +277,8 @@ def _check_files(folder: Path, root: Path, *, deep: bool) -> None:
                 f"{path} is no regular file (a pipe or a device); remove it, or copy the "
                 "model again"
             )
+        if templated and path == folder / _TEMPLATE_FILE:
+            continue
         if CODE & {suffix.lower() for suffix in path.suffixes}:
             raise UserError(
                 f"{path} is code beside a model's weights, which a library may run; only weights "
@@ -267,7 +290,7 @@ def _check_files(folder: Path, root: Path, *, deep: bool) -> None:
                 "merge it into the weights first, or remove it"
             )
         if path.suffix == ".json":
-            _check_json(path, status.st_size)
+            _check_json(path, status.st_size, templated=templated)
 
 
 def _walk(folder: Path, deep: bool) -> Iterator[Path]:
@@ -296,7 +319,7 @@ def _check_link(path: Path, root: Path) -> None:
         )
 
 
-def _check_json(path: Path, size: int) -> None:
+def _check_json(path: Path, size: int, *, templated: bool) -> None:
     if size > JSON_BYTES:
         raise UserError(
             f"{path} has {size_text(size)}; at most {size_text(JSON_BYTES)} are read of a "
@@ -305,7 +328,10 @@ def _check_json(path: Path, size: int) -> None:
     if path.name.endswith(".index.json"):
         _check_shards(path)
     elif path.name in _CONFIGURATIONS:
-        _check_keys(read_json(path), path)
+        content = read_json(path)
+        if templated and isinstance(content.get(_TEMPLATE), str):
+            del content[_TEMPLATE]
+        _check_keys(content, path)
 
 
 def _check_shards(path: Path) -> None:

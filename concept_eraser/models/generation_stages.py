@@ -31,9 +31,9 @@ def read(
 ) -> Any:
     """Encode the prompts of one call as the pipeline does, by the text encoders alone.
 
-    Returns None for a pipeline that reads no texts. Raises UserError for a guidance that the
-    pipeline does not support, and for a model under a safeguard, which encodes texts during
-    sampling.
+    Returns the results of the pipeline's calls; None for a pipeline that reads no texts. Raises
+    UserError for a guidance that the pipeline does not support, and for a model under a safeguard,
+    which encodes texts during sampling.
     """
     model.allow(guidance)
     if model.guard is not None:
@@ -44,23 +44,23 @@ def read(
     if not model.readers:
         return None
     pipeline, outputs = model.pipeline, []
-    encode = pipeline.encode_prompt
+    encode, calls = pipeline.encode_prompt, model.readings(guidance)
 
     def cut(*inputs: Any, **options: Any) -> Any:
         outputs.append(encode(*inputs, **options))
-        raise _CutError
+        if len(outputs) == calls:
+            raise _CutError
+        return outputs[-1]
 
     with (
-        _instead(pipeline, "encode_prompt", cut),
+        instead(pipeline, "encode_prompt", cut),
         _at(pipeline, model.device),
         model.precision(autocast or model.frozen_dtype),
     ):
         _until_cut(
-            lambda: pipeline(
-                **model._sampling_arguments(prompts), guidance_scale=guidance, output_type="pt"
-            )
+            lambda: pipeline(**model.pipeline_arguments(prompts, guidance), output_type="pt")
         )
-    return _move_to(outputs[0], CPU)
+    return _move_to(outputs, CPU)
 
 
 @torch.no_grad()
@@ -85,19 +85,19 @@ def draw(
         raise _CutError
 
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-    encoding = _move_to(encoding_on_cpu, model.device)
+    encodings = iter(_move_to(encoding_on_cpu or [], model.device))
     with (
-        _instead(pipeline, "encode_prompt", lambda *inputs, **options: encoding),
-        _instead(pipeline.vae, "decode", cut),
+        instead(pipeline, "encode_prompt", lambda *inputs, **options: next(encodings)),
+        instead(pipeline.vae, "decode", cut),
         _at(pipeline, model.device),
         model.precision(autocast or model.frozen_dtype),
+        model.calling(steps),
     ):
         _until_cut(
             lambda: pipeline(
-                **model._sampling_arguments(prompts),
+                **model.pipeline_arguments(prompts, guidance),
                 generator=generators,
                 num_inference_steps=steps,
-                guidance_scale=guidance,
                 output_type="pt",
             )
         )
@@ -109,6 +109,8 @@ def show(model: Any, codes: Tensor, *, autocast: torch.dtype | None) -> Tensor:
     """Decode latents to images [n, h, w, 3] uint8, by the VAE alone."""
     with model.precision(autocast or model.frozen_dtype):
         pixels = model.pipeline.vae.decode(codes.to(model.device)).sample
+        if pixels.ndim == 5:  # a video of one frame
+            pixels = pixels[:, :, 0]
         return to_bytes((pixels * 0.5 + 0.5).clamp(0, 1))  # like diffusers' VaeImageProcessor
 
 
@@ -133,7 +135,7 @@ def _move_to(value: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _instead(thing: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def instead(thing: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Replace a method of one object by this function inside the context.
 
     A pipeline without that method does not need it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,7 @@ from concept_eraser.models.base import Condition, Model, Weights
 from concept_eraser.models.safeguards import Guard
 from concept_eraser.models.stored_parts import StoredPart
 from concept_eraser.models.vocabulary import Words
+from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.errors import UserError, unknown
 
 log = logging.getLogger(__name__)
@@ -41,15 +42,31 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def tokens_of(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
+def tokens_of(
+    tokenizer: Any, prompts: Sequence[str], length: int, *, before: str = "", after: str = ""
+) -> Any:
     """Return ids and mask of some prompts, padded to `length`.
 
     Longer prompts are cut off and named in a warning.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        prompts: The prompts.
+        length: The number of tokens.
+        before: A text that precedes each prompt.
+        after: A text that follows each prompt.
     """
+    texts = {prompt: before + prompt + after for prompt in prompts}
     tokens = tokenizer(
-        list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        [texts[prompt] for prompt in prompts],
+        padding="max_length",
+        max_length=length,
+        truncation=True,
+        return_tensors="pt",
     )
-    long_prompts = [p for p in prompts if len(p) > length and len(tokenizer(p).input_ids) > length]
+    long_prompts = [
+        p for p in prompts if len(texts[p]) > length and len(tokenizer(texts[p]).input_ids) > length
+    ]
     if long_prompts:
         examples = "; ".join(f"{p[:60]!r}" for p in list(dict.fromkeys(long_prompts))[:5]) + (
             "; ..." if len(set(long_prompts)) > 5 else ""
@@ -62,6 +79,13 @@ def tokens_of(tokenizer: Any, prompts: Sequence[str], length: int) -> Any:
             examples,
         )
     return tokens
+
+
+def is_hollow(value: Tensor) -> bool:
+    """Whether a tensor has a shape and no content, as in a memory estimate."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return value.is_meta or isinstance(value, FakeTensor)
 
 
 def penultimate(encoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,6 +106,7 @@ class Latent(Model):
     """
 
     pipeline_class: ClassVar[str]
+    other_classes: ClassVar[Sequence[str]] = ()  # further pipeline classes of the family
     network: ClassVar[str] = "unet"  # the pipeline's name of its denoiser
     left_out: ClassVar[Mapping[str, Any]] = {}  # components that the pipeline is loaded without
     # precision of frozen weights if it is not fp32 (training/placement.py): the denoiser's, the
@@ -129,7 +154,10 @@ class Latent(Model):
         import diffusers
 
         quiet_libraries()
-        family: Any = getattr(diffusers, cls.pipeline_class)
+        named = read_json(Path(folder) / "model_index.json").get("_class_name")
+        family: Any = getattr(
+            diffusers, named if named in cls.other_classes else cls.pipeline_class
+        )
         # a part saved as absent ([null, null], SD 3 without T5) must be passed as None, or
         # diffusers requires it
         absent = {
@@ -227,7 +255,7 @@ class Latent(Model):
 
         Raises UserError if the family has no single text encoder for it.
         """
-        if self.readers != ("text_encoder",):
+        if not self.has_clip_words:
             raise self.lacks(f"the safeguard {guard.kind!r}")
         self.guard, self.source = guard, f"{self.source} under {guard}"
 
@@ -243,12 +271,16 @@ class Latent(Model):
         config = self.pipeline.vae.config
         return float(config.scaling_factor), float(getattr(config, "shift_factor", None) or 0.0)
 
-    @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Condition:
+        return self._encode_tokens(self.tokenize(prompts))
+
+    @torch.no_grad()
+    def _encode_tokens(self, tokens: Condition) -> Condition:
+        """Convert tokens to a condition in fp32, without gradients."""
         if self.reader_dtype is None:
-            return super().encode(prompts)
+            return self.embed(tokens)
         with self.precision(self.reader_dtype):
-            condition = super().encode(prompts)
+            condition = self.embed(tokens)
         return Condition(
             {k: v.float() if v.is_floating_point() else v for k, v in condition.tensors.items()}
         )
@@ -332,6 +364,27 @@ class Latent(Model):
         """Return the arguments of the pipeline for images of some prompts."""
         raise NotImplementedError
 
+    def _guidance_arguments(self, guidance: float) -> dict[str, Any]:
+        """Return the arguments of the pipeline for guidance, where 1 is without it.
+
+        They come after those of `_sampling_arguments`, and replace them.
+        """
+        return {"guidance_scale": guidance}
+
+    def pipeline_arguments(
+        self, prompts: Sequence[str] | Condition, guidance: float
+    ) -> dict[str, Any]:
+        """Return the arguments of the pipeline's call for prompts and guidance."""
+        return {**self._sampling_arguments(prompts), **self._guidance_arguments(guidance)}
+
+    def readings(self, guidance: float) -> int:
+        """Return how often the pipeline's call encodes prompts (see `generation_stages`)."""
+        return 1
+
+    def calling(self, steps: int) -> AbstractContextManager[None]:
+        """Return the context of a call of the pipeline with so many steps."""
+        return nullcontext()
+
     def _reporting(self, progress: Callable[[int], None] | None) -> dict[str, Any]:
         """Return the arguments of the pipeline that report its steps."""
 
@@ -398,12 +451,11 @@ class Latent(Model):
         # its own seed and not on its batch
         generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         safeguard = self.guard.around(self, prompts) if self.guard else nullcontext()
-        with self.precision(autocast or self.frozen_dtype), safeguard:
+        with self.precision(autocast or self.frozen_dtype), safeguard, self.calling(steps):
             images = self.pipeline(
-                **self._sampling_arguments(prompts),
+                **self.pipeline_arguments(prompts, guidance),
                 generator=generators,
                 num_inference_steps=steps,
-                guidance_scale=guidance,
                 output_type="pt",
                 **self._reporting(progress),
             ).images
@@ -423,7 +475,11 @@ class Sized(Latent):
 
     def __init__(self, pipeline: Any, source: str) -> None:
         super().__init__(pipeline, source)
-        self.size = int(pipeline.default_sample_size * pipeline.vae_scale_factor)
+        self.size = self._default_size()
+
+    def _default_size(self) -> int:
+        """Return the width in pixels of the pipeline's images, unless another is given."""
+        return int(self.pipeline.default_sample_size * self.pipeline.vae_scale_factor)
 
     def check_option(self, name: str, value: float) -> None:
         super().check_option(name, value)
@@ -433,6 +489,9 @@ class Sized(Latent):
                 f"size: {self.source} draws images whose width is a multiple of {step}, "
                 f"found {value:g}"
             )
+
+    def image_width(self) -> int:
+        return self.size
 
     def latent_shape(self) -> tuple[int, int, int]:
         side = self.size // self.pipeline.vae_scale_factor
@@ -462,7 +521,7 @@ class Variance(Latent):
 
     def __init__(self, pipeline: Any, source: str) -> None:
         super().__init__(pipeline, source)
-        self.prediction = pipeline.scheduler.config.prediction_type
+        self.prediction = pipeline.scheduler.config.get("prediction_type")
         if self.prediction not in ("epsilon", "v_prediction"):
             raise UserError(
                 f"{source}: prediction type {self.prediction!r} is not supported; "

@@ -30,6 +30,12 @@ FAMILIES = {
     "StableDiffusion3Pipeline": "sd3",
     "FluxPipeline": "flux",
     "DiTPipeline": "dit",
+    "PixArtAlphaPipeline": "pixart",
+    "PixArtSigmaPipeline": "pixart",
+    "SanaPipeline": "sana",
+    "ZImagePipeline": "zimage",
+    "QwenImagePipeline": "qwenimage",
+    "Flux2KleinPipeline": "flux2",
 }
 _CODE = re.compile(r"[^\d\W]\w*(\.[^\d\W]\w*)*:[^\d\W]\w*")  # package.module:function
 # the first letters of the parts of a pipeline whose weights are loaded

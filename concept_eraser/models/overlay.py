@@ -40,6 +40,11 @@ _DENOISERS = (
     "SD3Transformer2DModel",
     "FluxTransformer2DModel",
     "DiTTransformer2DModel",
+    "PixArtTransformer2DModel",
+    "SanaTransformer2DModel",
+    "ZImageTransformer2DModel",
+    "QwenImageTransformer2DModel",
+    "Flux2Transformer2DModel",
 )
 _PARTS = {**dict.fromkeys(_DENOISERS, "denoiser"), "CLIPTextModel": "text_encoder"}
 # prefixes of names by other tools

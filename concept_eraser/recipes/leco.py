@@ -37,8 +37,9 @@ from concept_eraser.utils.errors import UserError, mistakes_message, names_text,
 
 SAMPLER_STEPS = 20  # of x_t without images (erasers/denoiser.py)
 _SINGLE_FILES = (".ckpt", ".safetensors")
-_SIZED = ("sdxl", "sd3", "flux")  # families whose images have any size
-_TRANSFORMERS = ("sd3", "flux", "dit")  # families without a UNet, which LECO does not know
+# families whose images have any size, and families without a UNet, which LECO does not know
+_SIZED = ("sdxl", "sd3", "flux", "pixart", "sana", "zimage", "qwenimage", "flux2")
+_TRANSFORMERS = ("sd3", "flux", "dit", "pixart", "sana", "zimage", "qwenimage", "flux2")
 
 # of regular expressions for names of a UNet's tensors
 _ANYWHERE, _MIDDLE = r"^(down_blocks|mid_block|up_blocks)\.", r"^mid_block\."

@@ -33,14 +33,17 @@ def _is_attention(name: str) -> bool:
 
 # diffusers' names of `out.` and `time_embed.` in the names of CompVis
 _UNET_ENDS = ("conv_norm_out.", "conv_out.", "time_embedding.")
-# the same parts of MMDiT and Flux
-_JOINT_ENDS = ("norm_out.", "proj_out.", "time_text_embed.")
+# the same parts of PixArt and Sana, whose text is read by cross-attention as in a UNet
+_CAPTIONED_ENDS = ("norm_out.", "proj_out.", "scale_shift_table", "adaln_single.", "time_embed.")
+# the same parts of MMDiT (Stable Diffusion 3, Qwen-Image), Flux and Flux.2
+_JOINT_ENDS = ("norm_out.", "proj_out.", "time_text_embed.", "time_guidance_embed.")
 
 # `blocks`: without the first and last layers and the embeddings of the time step. sd-scripts,
 # ComfyUI, A1111 and diffusers read all layers of a LoRA of it (models/lora_readers.py). The names
-# are diffusers' of a UNet, MMDiT, Flux and DiT, and transformers' of CLIP
+# are diffusers' of a UNet, MMDiT, Flux, DiT, PixArt, Sana and Z-Image, and transformers' of CLIP
 _BLOCK = re.compile(
     r"(^|\.)(down_blocks|mid_block|up_blocks|(single_)?transformer_blocks|encoder\.layers)\."
+    r"|^(layers|noise_refiner|context_refiner)\."
 )
 
 # diffusers' names: attn1 is self-attention, attn2 cross-attention with the text
@@ -53,7 +56,9 @@ _RULES: dict[str, Callable[[str], bool]] = {
     "all_but_cross_attention": lambda name: ".attn2." not in name,
     # ESD's code, train-esd.py: not "attn2", "out." at the start (of the UNet) or "time_embed"; the
     # codes of Selective Amnesia, EraseDiff and AdvUnlearn have the same lines
-    "noxattn": lambda name: ".attn2." not in name and not name.startswith(_UNET_ENDS),
+    "noxattn": lambda name: (
+        ".attn2." not in name and not name.startswith((*_UNET_ENDS, *_CAPTIONED_ENDS))
+    ),
     "text": _is_text,
     "text_attention": lambda name: _is_text(name) and _is_attention(name),
     "image": lambda name: "visual" in name or "vision" in name,
@@ -77,6 +82,13 @@ _JOINT_RULES: dict[str, Callable[[str], bool]] = {
     "noxattn": lambda name: _CONTEXT.search(name) is None and not name.startswith(_JOINT_ENDS),
 }
 
+
+# In Z-Image image and text are one sequence with one set of weights, which counts as self-attention
+_SEQUENCE = re.compile(r"\.attention\.(to_[qkv]\.|to_out\.|norm_[qk]\.)")
+_SEQUENCE_RULES: dict[str, Callable[[str], bool]] = {
+    "self_attention": lambda name: _SEQUENCE.search(name) is not None,
+    "noxattn": lambda name: not name.startswith(("all_final_layer.", "t_embedder.")),
+}
 
 # The time of some expressions grows exponentially with the length of a name, e.g. (a+)+$. Some take
 # gigabytes to compile. Python cannot stop its own matching, so another process does it, and the
@@ -172,7 +184,11 @@ def select(names: Iterable[str], selection: str) -> list[str]:
 
 def _is_covered(names: Sequence[str], selection: str) -> Iterable[bool]:
     """Return for each name whether a selection covers it."""
-    rules = _RULES | _JOINT_RULES if any(_CONTEXT.search(name) for name in names) else _RULES
+    rules = _RULES
+    if any(_CONTEXT.search(name) for name in names):
+        rules = _RULES | _JOINT_RULES
+    elif any(_SEQUENCE.search(name) for name in names):
+        rules = _RULES | _SEQUENCE_RULES
     if rule := rules.get(selection):
         return map(rule, names)
     try:

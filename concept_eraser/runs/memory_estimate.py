@@ -169,14 +169,8 @@ def _decode(model: Model, batch: int) -> None:
 
 @torch.no_grad()
 def _encode(model: Model, most: int) -> None:
-    height = width = image_width(model)
+    height = width = model.image_width()
     model.encode_images(torch.empty(min(most, chunk_of(height, width)), 3, height, width))
-
-
-def image_width(model: Model) -> int:
-    """Return the width of a model's images in pixels."""
-    scale = 2 ** (len(model.parts["vae"].config.block_out_channels) - 1)  # type: ignore[union-attr, arg-type]
-    return int(model.latent_shape()[1] * scale)
 
 
 def _on_embeddings(recipe: Recipe) -> bool:

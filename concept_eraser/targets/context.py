@@ -99,7 +99,7 @@ def resolve(context: Context) -> PromptContext:
         be read, or a prompt is both forgotten and retained.
     """
     recipe, model = context.recipe, require_pipeline(context)
-    if recipe.target == "text_encoder" and model.readers != ("text_encoder",):
+    if recipe.target == "text_encoder" and not model.has_clip_words:
         raise model.lacks("the target 'text_encoder'")
     part = model.parts[recipe.target]
     selected_names = select([name for name, _ in part.named_parameters()], recipe.trainable.select)

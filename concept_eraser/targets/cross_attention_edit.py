@@ -129,7 +129,8 @@ def layers(model: Model, selection: str) -> list[str]:
         raise UserError(
             f"{model.source} ({model.family}) has no cross-attention whose keys and values are "
             "linear in the text's states, which this method edits; it works on Stable Diffusion 1, "
-            "2 and XL. In SD 3 and Flux text and image attend jointly, DiT has no text input"
+            "2 and XL. In SD 3 and Flux text and image attend jointly, DiT has no text input, and "
+            "PixArt changes the states before its keys and values"
         )
     weights = select(names, selection)
     if not set(weights) <= readers:

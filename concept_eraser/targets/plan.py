@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -119,14 +118,9 @@ def _from_folder(
 
     Images without one have the only prompt of the set.
     """
-    model = context.model
-    _channels, height, width = model.latent_shape()
-    vae: Any = model.parts["vae"]
-    scale = 2 ** (len(vae.config.block_out_channels) - 1)
+    width = context.model.image_width()
     caption = prompt_set.texts[0] if len(prompt_set) == 1 else None
-    pixels, captions = images.read_folder(
-        Path(spec.images), (height * scale, width * scale), caption=caption
-    )
+    pixels, captions = images.read_folder(Path(spec.images), (width, width), caption=caption)
     prompt_by_text = {prompt.text: prompt for prompt in prompt_set.prompts}
     return ObjectivePlan(
         spec, [prompt_by_text.get(text, Prompt(text)) for text in captions], pixels

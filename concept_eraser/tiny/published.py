@@ -1,8 +1,9 @@
 """The architectures of published models without weights, on the meta device.
 
 They allow a memory estimate before anything is downloaded (runs/memory_estimate.py). The numbers
-are those of the models' own config.json. A test compares the counts of parameters with the model
-cards. The tokenizers have letters only.
+are those of the models' own config.json; of PixArt, Sana, Z-Image, Qwen-Image and Flux.2 Klein
+those of diffusers' conversion scripts and default arguments. A test compares the counts of
+parameters with the model cards. The tokenizers have letters only.
 """
 
 from __future__ import annotations
@@ -17,12 +18,24 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    Gemma2Config,
+    Gemma2Model,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
 )
 
 from concept_eraser.models.base import Model
-from concept_eraser.tiny.families import clip_tokenizer, t5_text
+from concept_eraser.tiny.families import (
+    clip_tokenizer,
+    gemma_tokenizer,
+    qwen_tokenizer,
+    t5_text,
+)
 from concept_eraser.utils.path_redaction import base_of
 
 
@@ -199,6 +212,145 @@ def _flux(*, dev: bool = True) -> Any:
     )
 
 
+def _pixart(side: int, *, alpha: bool) -> Any:
+    """PixArt with latents of that side, by diffusers' scripts that convert the original weights."""
+    transformer = diffusers.PixArtTransformer2DModel(
+        sample_size=side,
+        caption_channels=4096,
+        interpolation_scale=side // 64,
+        use_additional_conditions=alpha and side == 128,
+    )
+    kind = diffusers.PixArtAlphaPipeline if alpha else diffusers.PixArtSigmaPipeline
+    return kind(
+        tokenizer=t5_text()[1],
+        text_encoder=_t5_xxl(),
+        vae=_vae(4, scaling_factor=0.18215 if alpha else 0.13025),
+        transformer=transformer,
+        scheduler=_schedule("DPMSolverMultistepScheduler"),
+    )
+
+
+def _sana(**options: Any) -> Any:
+    """Sana of 1,024 pixels, by diffusers' scripts that convert the original weights."""
+    blocks = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+    scales = ((),) * 3 + ((5,),) * 3
+    vae = diffusers.AutoencoderDC(
+        encoder_block_types=blocks,
+        decoder_block_types=blocks,
+        encoder_qkv_multiscales=scales,
+        decoder_qkv_multiscales=scales,
+        downsample_block_type="conv",
+        upsample_block_type="interpolate",
+        scaling_factor=0.41407,
+    )
+    return diffusers.SanaPipeline(
+        tokenizer=gemma_tokenizer(),
+        text_encoder=Gemma2Model(Gemma2Config()),  # the defaults are those of Gemma 2 2B
+        vae=vae,
+        transformer=diffusers.SanaTransformer2DModel(**options),
+        scheduler=_schedule(
+            "DPMSolverMultistepScheduler",
+            flow_shift=3.0,
+            use_flow_sigmas=True,
+            prediction_type="flow_prediction",
+        ),
+    )
+
+
+def _sana_600m() -> Any:
+    return _sana(
+        num_attention_heads=36,
+        num_layers=28,
+        num_cross_attention_heads=16,
+        cross_attention_head_dim=72,
+        cross_attention_dim=1152,
+    )
+
+
+def _qwen3_4b() -> Any:
+    """Return the configuration of Qwen 3 4B."""
+    return Qwen3Config(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    )
+
+
+def _zimage() -> Any:
+    return diffusers.ZImagePipeline(
+        scheduler=_schedule("FlowMatchEulerDiscreteScheduler", shift=3.0),
+        vae=_vae(16, scaling_factor=0.3611, shift_factor=0.1159),
+        text_encoder=Qwen3Model(_qwen3_4b()),
+        tokenizer=qwen_tokenizer(),
+        transformer=diffusers.ZImageTransformer2DModel(),  # the defaults are those of Z-Image
+    )
+
+
+def _qwenimage() -> Any:
+    """Qwen-Image, whose transformer and VAE are the defaults, with Qwen 2.5 VL 7B."""
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [16, 24, 24],
+            },
+        },
+        vision_config={
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 3584,
+        },
+    )
+    return diffusers.QwenImagePipeline(
+        scheduler=_schedule(
+            "FlowMatchEulerDiscreteScheduler",
+            use_dynamic_shifting=True,
+            max_shift=0.9,
+            max_image_seq_len=8192,
+            shift_terminal=0.02,
+        ),
+        vae=diffusers.AutoencoderKLQwenImage(),
+        text_encoder=Qwen2_5_VLForConditionalGeneration(config),
+        tokenizer=qwen_tokenizer(),
+        transformer=diffusers.QwenImageTransformer2DModel(),
+    )
+
+
+def _klein_4b() -> Any:
+    """Flux.2 Klein 4B, by diffusers' script that converts the original weights."""
+    transformer = diffusers.Flux2Transformer2DModel(
+        num_layers=5,
+        num_single_layers=20,
+        num_attention_heads=24,
+        joint_attention_dim=3 * 2560,
+        guidance_embeds=False,
+    )
+    return diffusers.Flux2KleinPipeline(
+        scheduler=_schedule(
+            "FlowMatchEulerDiscreteScheduler", shift=3.0, use_dynamic_shifting=True
+        ),
+        vae=diffusers.AutoencoderKLFlux2(),
+        text_encoder=Qwen3ForCausalLM(_qwen3_4b()),
+        tokenizer=qwen_tokenizer(),
+        transformer=transformer,
+        is_distilled=True,
+    )
+
+
 MADE: dict[str, tuple[str, Callable[[], Any]]] = {  # short name -> (family, its pipeline)
     "sd14": ("sd", _sd14),
     "sdxl": ("sdxl", _sdxl),
@@ -206,6 +358,15 @@ MADE: dict[str, tuple[str, Callable[[], Any]]] = {  # short name -> (family, its
     "sd35": ("sd3", _sd35_medium),
     "flux": ("flux", _flux),
     "flux-schnell": ("flux", lambda: _flux(dev=False)),
+    "pixart-512": ("pixart", lambda: _pixart(64, alpha=True)),
+    "pixart": ("pixart", lambda: _pixart(128, alpha=True)),
+    "pixart-sigma-512": ("pixart", lambda: _pixart(64, alpha=False)),
+    "pixart-sigma": ("pixart", lambda: _pixart(128, alpha=False)),
+    "sana": ("sana", _sana),
+    "sana-600m": ("sana", _sana_600m),
+    "zimage": ("zimage", _zimage),
+    "qwenimage": ("qwenimage", _qwenimage),
+    "klein": ("flux2", _klein_4b),
 }
 KNOWN = {  # hub id -> short name
     "CompVis/stable-diffusion-v1-4": "sd14",
@@ -216,6 +377,16 @@ KNOWN = {  # hub id -> short name
     "stabilityai/stable-diffusion-3.5-medium": "sd35",
     "black-forest-labs/FLUX.1-dev": "flux",
     "black-forest-labs/FLUX.1-schnell": "flux-schnell",
+    "PixArt-alpha/PixArt-XL-2-512x512": "pixart-512",
+    "PixArt-alpha/PixArt-XL-2-1024-MS": "pixart",
+    "PixArt-alpha/PixArt-Sigma-XL-2-512-MS": "pixart-sigma-512",
+    "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS": "pixart-sigma",
+    "Efficient-Large-Model/Sana_1600M_1024px_diffusers": "sana",
+    "Efficient-Large-Model/Sana_600M_1024px_diffusers": "sana-600m",
+    "Tongyi-MAI/Z-Image-Turbo": "zimage",
+    "Tongyi-MAI/Z-Image": "zimage",
+    "Qwen/Qwen-Image": "qwenimage",
+    "black-forest-labs/FLUX.2-klein-4B": "klein",
 }
 
 

@@ -13,8 +13,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from concept_eraser.erasers.base import Draw, Eraser
-from concept_eraser.methods.base import HessianProduct, NoSecondDerivative
-from concept_eraser.methods.vectors import Vec, clip, fetch, has_finite_sums, norm
+from concept_eraser.methods.base import Direction, HessianProduct, NoSecondDerivative
+from concept_eraser.methods.vectors import (
+    Vec,
+    clip,
+    fetch,
+    gramian_and_scalars,
+    has_finite_sums,
+    norm,
+)
 from concept_eraser.training.projection import without
 from concept_eraser.utils.errors import UserError
 
@@ -56,7 +63,8 @@ class LossClosure:
 
     For the log, the attribute `losses` has the first loss computed of each objective, `last_loss`
     the last one, and `clipped` the number of gradients that were scaled down. Losses stay on the
-    device until one of these attributes or `is_finite` reads them, since the host waits for that.
+    device until one of these attributes, `gramian` or `is_finite` reads them, since the host waits
+    for that.
     """
 
     def __init__(
@@ -105,16 +113,26 @@ class LossClosure:
     def last_loss(self) -> float:
         return float("nan") if self._last_loss is None else float(self._last_loss)
 
-    def is_finite(self, direction: Vec) -> bool:
+    def gramian(self, gradients: Sequence[Vec]) -> Tensor:
+        """Return all inner products of m gradients, and read the losses computed so far."""
+        gram, values = gramian_and_scalars(gradients, list(self._first_losses.values()))
+        self._losses = dict(zip(self._first_losses, values, strict=True))
+        return gram
+
+    def is_finite(self, direction: Direction) -> bool:
         """Whether the losses and all entries of a direction are finite.
 
-        The losses and the sums of the direction are read at once.
+        A direction with a bound is not read. Otherwise the losses and its sums are read at once.
         """
+        if direction.bound is not None and all(
+            direction.bound < torch.finfo(part.dtype).max / 2 for part in direction.vec
+        ):
+            return all(map(math.isfinite, self.losses.values()))
         losses = list(self._first_losses.values())
-        values = fetch([*losses, *(part.sum() for part in direction)])
+        values = fetch([*losses, *(part.sum() for part in direction.vec)])
         self._losses = dict(zip(self._first_losses, values, strict=False))
         return all(map(math.isfinite, self._losses.values())) and has_finite_sums(
-            direction, values[len(losses) :]
+            direction.vec, values[len(losses) :]
         )
 
     def grad(self, objective: str, of: Sequence[int] | None = None) -> Vec:

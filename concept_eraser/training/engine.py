@@ -319,7 +319,7 @@ class Engine:
         method_state = self.method.state_dict()
         with self._full_precision():
             direction = self.method.direction(closure)
-        is_finite = closure.is_finite(direction.vec)
+        is_finite = closure.is_finite(direction)
         row = {
             **turn,
             "losses": closure.losses,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks import profile_phases
 from studies.rendering.common import table
 from studies.result_tables import ROOT
 
@@ -65,9 +66,11 @@ def full_size_page(content: dict[str, Any]) -> str:
             f"commit {(where['commit'] or '?')[:12]}. The weights are random."
         )
     ]
-    for family in dict.fromkeys(row["family"] for row in content["rows"]):
-        rows = [row for row in content["rows"] if row["family"] == family]
-        libraries = next((r["memory_mb"] for r in rows if r["step"] == "libraries alone"), 0)
+    for family, pixels in dict.fromkeys((row["family"], row["pixels"]) for row in content["rows"]):
+        rows = [
+            row for row in content["rows"] if (row["family"], row["pixels"]) == (family, pixels)
+        ]
+        libraries = next((r["memory_mb"] for r in rows if r["step"] == "libraries alone"), None)
         lines = [["step", "seconds", "peak memory, MB", "above the libraries", "estimate", "disk"]]
         plans = {r["step"].removeprefix("dry run: "): r for r in rows if "disk_estimate_mb" in r}
         for row in rows:
@@ -78,7 +81,7 @@ def full_size_page(content: dict[str, Any]) -> str:
                     row["step"],
                     f"{row['seconds']:.0f}",
                     "" if memory is None else str(memory),
-                    "" if memory is None else str(memory - libraries),
+                    "" if memory is None or libraries is None else str(memory - libraries),
                     f"{plan['memory_estimate_mb']} MB" if plan else "",
                     _disk(row, plan),
                 ]
@@ -87,8 +90,18 @@ def full_size_page(content: dict[str, Any]) -> str:
         text = ", ".join(f"{name} {value}" for one in differences for name, value in one.items())
         if text:
             text = f"\n\nLargest difference from the image with the run's LoRA, of 255: {text}."
-        parts.append(f"{_title(rows)}\n\n{table(lines)}{text}")
+        commits = sorted({row.get("commit") or where["commit"] or "?" for row in rows})
+        other = [one[:12] for one in commits if one != where["commit"]]
+        measured = f"\n\nCommit of some rows: {', '.join(other)}." if other else ""
+        parts.append(f"{_title(rows)}\n\n{table(lines)}{text}{measured}")
+        parts += [_phases(row) for row in rows if "phases" in row]
     return "\n\n".join(parts) + "\n"
+
+
+def _phases(row: dict[str, Any]) -> str:
+    """Return the largest costs of the phases of a job, under torch's profiler."""
+    job = row["step"].removeprefix("profile: ")
+    return "\n".join([f"Largest costs: {job}.", "", *profile_phases.lines(row["phases"])])
 
 
 def _title(rows: list[dict[str, Any]]) -> str:

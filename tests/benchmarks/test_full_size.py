@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from benchmarks import full_size
+from benchmarks import full_size, profile_phases
 from concept_eraser.cli.main import app
 from studies.rendering import benchmarks
 
 
 def place_of(folder: Path) -> full_size.Place:
-    place = full_size.Place("tiny", folder)
+    place = full_size.Place("tiny", folder, 64)
     for name, prompt in full_size.PROMPTS.items():
         (folder / f"{name}.txt").write_text(f"{prompt}\n")
     return place
@@ -47,9 +49,31 @@ def test_memory_and_errors_are_those_of_the_process(tmp_path: Path) -> None:
         full_size.measure([sys.executable, "-c", "raise SystemExit(3)"], tmp_path)
 
 
+def test_the_costs_of_a_phase_are_its_operators_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, image = torch.nn.Conv2d(8, 64, 3), torch.randn(4, 8, 64, 64)
+
+    def step(size: int) -> torch.Tensor:
+        matrix = torch.randn(size, size)
+        return torch.nn.functional.silu(layer(image)).sum() + (matrix @ matrix).sum()
+
+    owner = SimpleNamespace(step=step)
+    monkeypatch.setattr(profile_phases, "PHASES", {"a step": (owner, "step")})
+    with profile_phases.watched() as phases:
+        values = [owner.step(16), owner.step(400)]
+    assert owner.step is step
+    assert all(torch.isfinite(value) for value in values)
+    row = phases["a step"]
+    assert row["calls"] == 2
+    assert {"convolutions", "matrix products", "activation functions"} <= set(row["costs"])
+    assert 0 < sum(row["costs"].values()) <= row["seconds"] + 0.001
+    assert list(row["costs"].values()) == sorted(row["costs"].values(), reverse=True)
+    table = profile_phases.lines({"a step": {**row, "costs": {"a": 3.0, "b": 1.0, "others": 0.0}}})
+    assert table[-1].endswith("| a 75, b 25, others 0 |")
+
+
 @pytest.mark.slow
 def test_every_step_runs_on_the_bundled_model(tmp_path: Path) -> None:
-    output, place = tmp_path / "full_size.json", full_size.Place("tiny", tmp_path / "work")
+    output, place = tmp_path / "full_size.json", full_size.Place("tiny", tmp_path / "work", 64)
     names = list(full_size.steps(place))
     full_size.run(place, output, names)
     content = json.loads(output.read_text())
@@ -61,5 +85,10 @@ def test_every_step_runs_on_the_bundled_model(tmp_path: Path) -> None:
     assert max(differences["kohya"], differences["single-file"]) <= 2
     page = benchmarks.full_size_page(content)
     assert "| erase: LoRA on all layers |" in page
+    profiles = [row["phases"] for row in content["rows"] if "phases" in row]
+    assert len(profiles) == len(full_size.JOBS)
+    assert set(profiles[0]) == set(profile_phases.PHASES)
+    assert all("training step" in one for one in profiles), "images may be in the cache"
+    assert page.count("| training step |") == len(full_size.JOBS)
     full_size.run(place, output, names)
     assert json.loads(output.read_text())["rows"] == content["rows"]

@@ -15,7 +15,7 @@ from tests import families
 WORDS = ["a red star", "a blue house", "a green tree"]
 
 
-@pytest.mark.parametrize("name", ["sdxl", "sd3", "sd3-no-t5", "flux"])
+@pytest.mark.parametrize("name", ["sdxl", "sd3", "sd3-no-t5", "flux", "pixart", "flux2"])
 def test_a_text_is_its_own_nearest_neighbour(name: str, tmp_path: Path) -> None:
     """Also in families with several text encoders, whose outputs are of different lengths."""
     model = load(families.build(name, tmp_path / name))

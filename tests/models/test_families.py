@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -20,7 +21,9 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
 
 import concept_eraser
 from concept_eraser import registry
@@ -29,15 +32,18 @@ from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import runner
 from concept_eraser.evaluation.attacks.base import Scene
 from concept_eraser.evaluation.attacks.trajectory import Trajectory, noise_for
+from concept_eraser.models import lora_files
 from concept_eraser.models.base import Condition
 from concept_eraser.models.flow import Flow
 from concept_eraser.models.loading import load
+from concept_eraser.models.lora import Factors
 from concept_eraser.recipes.selections import select
 from concept_eraser.utils.errors import Interrupted, UserError
 from tests import families
 from tests.families import by_hand, options, plain, sample_images, texts
 
 every = pytest.mark.parametrize("name", families.NAMES)
+every_variant = pytest.mark.parametrize("name", [*families.NAMES, *families.VARIANTS])
 GetModel = Callable[[str], Any]
 
 
@@ -101,7 +107,7 @@ def test_examples_without_their_prompts(name: str, get_model: GetModel) -> None:
     assert bare.anchor is None
 
 
-@every
+@every_variant
 def test_same_seed_same_image_as_diffusers(name: str, get_model: GetModel, folder: Any) -> None:
     model, pipe = get_model(name), plain(name, folder(name))
     for guidance in (3.0, 1.0):
@@ -130,7 +136,7 @@ def test_a_batch_is_a_loop_and_a_prompt_is_its_condition(name: str, get_model: G
     ).abs().max() > 1
 
 
-@every
+@every_variant
 def test_corrupt_target_and_clean_agree_with_the_scheduler(name: str, get_model: GetModel) -> None:
     model = get_model(name)
     latents, noise = torch.randn(
@@ -139,9 +145,33 @@ def test_corrupt_target_and_clean_agree_with_the_scheduler(name: str, get_model:
     t = torch.tensor([1, 500, 990])
     noisy, target = model.corrupt(latents, noise, t), model.target(latents, noise, t)
     torch.testing.assert_close(model.clean(noisy, t, target), latents, rtol=1e-3, atol=1e-3)
+    if name == "sana":
+        for i in range(3):
+            scheduler = diffusers.DPMSolverMultistepScheduler.from_config(
+                model.pipeline.scheduler.config
+            )
+            scheduler.set_timesteps(1000)
+            assert len(scheduler.timesteps) == 1000
+            scheduler.set_begin_index(999 - int(t[i]))
+            at = scheduler.timesteps[999 - t[i]]
+            noised = scheduler.add_noise(latents[i : i + 1], noise[i : i + 1], at[None])
+            torch.testing.assert_close(noisy[i : i + 1], noised)
+            after = scheduler.step(target[i], at, noisy[i]).prev_sample
+            below = model.corrupt(latents[i : i + 1], noise[i : i + 1], t[i : i + 1] - 1)[0]
+            torch.testing.assert_close(after, below, rtol=1e-4, atol=1e-4)
+        return
     if isinstance(model, Flow):
         config = model.pipeline.scheduler.config
-        mu = diffusers.pipelines.flux.pipeline_flux.calculate_shift(16)  # tokens of 8 x 8 latents
+        if name == "flux2":
+            mu = compute_empirical_mu(64, 50)  # latents of 8 x 8
+        else:
+            mu = diffusers.pipelines.flux.pipeline_flux.calculate_shift(
+                16,  # tokens of 8 x 8 latents
+                config.base_image_seq_len,
+                config.max_image_seq_len,
+                config.base_shift,
+                config.max_shift,
+            )
         scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
         scheduler.set_timesteps(1000, sigmas=np.linspace(1, 1e-3, 1000), mu=mu)
         at = scheduler.timesteps.flip(0)[t]
@@ -166,8 +196,70 @@ def test_corrupt_target_and_clean_agree_with_the_scheduler(name: str, get_model:
         torch.testing.assert_close(back, latents[i], rtol=1e-3, atol=1e-3)
 
 
-def record_inputs(model: Any, draw: Callable[[], Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The result of `draw`, and the tensors of the last call of the denoiser by name."""
+def ddpm_alpha(t: int) -> float:
+    """The share of the signal's variance with 1,000 betas from 0.0001 to 0.02."""
+    return float(np.prod(1 - np.linspace(0.0001, 0.02, 1000)[: t + 1]))
+
+
+# signal and noise level of x_t, the target's factors of x_0 and of the noise, the denoiser's time
+Formula = Callable[[int], tuple[float, float, float, float, float]]
+
+
+def flow_formula(
+    shift: float, *, largest: float = 1.0, time: Callable[[float], float] = lambda sigma: sigma
+) -> Formula:
+    """Evenly spaced sigmas up to the largest, shifted towards noise."""
+
+    def at(t: int) -> tuple[float, float, float, float, float]:
+        plain = largest * (t + 1) / 1000
+        sigma = shift * plain / (1 + (shift - 1) * plain)
+        return 1 - sigma, sigma, -1, 1, time(sigma)
+
+    return at
+
+
+# written by hand, from the tiny pipelines' settings
+BY_HAND: dict[str, Formula] = {
+    "pixart": lambda t: (ddpm_alpha(t) ** 0.5, (1 - ddpm_alpha(t)) ** 0.5, 0, 1, t),
+    "sana": flow_formula(3.0, largest=0.999, time=lambda sigma: int(1000 * sigma)),
+    "sana-euler": flow_formula(3.0, time=lambda sigma: 1000 * sigma),
+    "zimage": flow_formula(3.0, time=lambda sigma: 1 - sigma),
+    # linear in the 16 tokens: 0.5 at 256, 0.9 at 8,192
+    "qwenimage": flow_formula(math.exp(0.5 + (16 - 256) / (8192 - 256) * 0.4)),
+    # of 64 tokens, at 50 steps on the line from 10 to 200 steps
+    "flux2": flow_formula(
+        math.exp(
+            (150 * (64 * 8.73809524e-05 + 1.89833333) + 40 * (64 * 0.00016927 + 0.45666666)) / 190
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_the_training_objective_by_hand(name: str, get_model: GetModel) -> None:
+    model = get_model(name)
+    latents, noise = torch.randn(2, 1, *model.latent_shape())
+    condition = model.encode(texts(name)[:1])
+    for t in (0, 412, 990):
+        time = torch.tensor([t])
+        signal, level, of_latents, of_noise, denoiser_time = BY_HAND[name](t)
+        noisy = model.corrupt(latents, noise, time)
+        torch.testing.assert_close(noisy, signal * latents + level * noise, rtol=1e-4, atol=1e-5)
+        target = of_latents * latents + of_noise * noise
+        torch.testing.assert_close(model.target(latents, noise, time), target)
+        with torch.no_grad():
+            _, (inputs,) = record_inputs(
+                model, lambda n=noisy, t=time: model.denoise(n, t, condition)
+            )
+        own_time = inputs["t" if name == "zimage" else "timestep"]
+        assert float(own_time) == pytest.approx(denoiser_time, rel=1e-5, abs=1e-6)
+
+
+Inputs = dict[str, torch.Tensor]
+
+
+def record_inputs(model: Any, draw: Callable[[], Any]) -> tuple[Any, list[Inputs]]:
+    """The result of `draw`, and the tensors of each call of the denoiser by name."""
     calls, signature = [], inspect.signature(model.denoiser.forward)
     hook = model.denoiser.register_forward_pre_hook(
         lambda module, args, kwargs: calls.append(signature.bind(*args, **kwargs).arguments),
@@ -177,11 +269,17 @@ def record_inputs(model: Any, draw: Callable[[], Any]) -> tuple[Any, dict[str, t
         result = draw()
     finally:
         hook.remove()
-    last = {**calls[-1], **(calls[-1].get("added_cond_kwargs") or {})}
-    return result, {name: value for name, value in last.items() if isinstance(value, torch.Tensor)}
+    recorded = []
+    for call in calls:
+        inputs = {**call, **(call.get("added_cond_kwargs") or {})}
+        for name, value in inputs.items():
+            if isinstance(value, list) and isinstance(value[0], torch.Tensor):  # one for each image
+                inputs[name] = pad_sequence(value, batch_first=True)
+        recorded.append({k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)})
+    return result, recorded
 
 
-@every
+@every_variant
 def test_the_denoiser_gets_the_inputs_of_the_pipeline(name: str, get_model: GetModel) -> None:
     """The last step of the pipeline's sampling with the methods of our models: time, packing,
     conditions, guidance, decoding.
@@ -196,20 +294,30 @@ def test_the_denoiser_gets_the_inputs_of_the_pipeline(name: str, get_model: GetM
     if steps == 2:
         x, t = model.partial(x, condition, null, stop=1, steps=2, guidance=3.0)
     with torch.no_grad():
-        prediction, own_inputs = record_inputs(
+        prediction, own_calls = record_inputs(
             model, lambda: model.guide(x, torch.tensor(t), condition, null, 3.0, None)
         )
         image = model.decode(model.clean(x, torch.tensor([t]), prediction))
-    images, pipeline_inputs = record_inputs(
+    images, calls = record_inputs(
         model, lambda: model.sample(text, seeds=[5], steps=steps, guidance=3.0)
     )
-    assert own_inputs.keys() == pipeline_inputs.keys() - {"return_dict"}
-    for key, value in own_inputs.items():
-        if name == "dit" and key == "class_labels":
-            value = value.flip(0)  # that pipeline has the unconditional class last
-        torch.testing.assert_close(
-            value, pipeline_inputs[key].expand_as(value), rtol=1e-4, atol=1e-4, check_dtype=False
-        )
+    calls = calls[-1:] if steps == 2 else calls
+    if name == "flux2":  # the pipeline predicts for the prompt, then for the empty prompt
+        (both,) = own_calls
+        own_calls = [{key: value[i : i + 1] for key, value in both.items()} for i in (1, 0)]
+    assert len(own_calls) == len(calls)
+    for own_inputs, pipeline_inputs in zip(own_calls, calls, strict=True):
+        assert own_inputs.keys() == pipeline_inputs.keys() - {"return_dict"}
+        for key, value in own_inputs.items():
+            if name in ("dit", "zimage") and key != "timestep":
+                value = value.flip(0)  # these pipelines have the unconditional prediction last
+            torch.testing.assert_close(
+                value,
+                pipeline_inputs[key].expand_as(value),
+                rtol=1e-4,
+                atol=1e-4,
+                check_dtype=False,
+            )
     pixels = ((image[0] / 2 + 0.5).clamp(0, 1) * 255).round()
     expected = images[0].permute(2, 0, 1).float()
     assert (pixels - expected).abs().max() <= 1
@@ -231,11 +339,13 @@ def test_partial_sampling_stops_at_its_timestep(
         monkeypatch.setattr(
             model, "denoise", lambda x, t, condition, weights=None: (noise - latents).expand_as(x)
         )
-        x, t = model.partial(noise, condition, null, stop=4, steps=10, guidance=2.0)
+        # the first sigma of Sana's scheduler is just below 1
+        start = model.corrupt(latents, noise, torch.tensor([model.timesteps - 1]))
+        x, t = model.partial(start, condition, null, stop=4, steps=10, guidance=2.0)
         torch.testing.assert_close(x, model.corrupt(latents, noise, torch.tensor([t])))
 
 
-@every
+@every_variant
 def test_encoding_matches_the_pipelines_own_and_vae_round_trip(
     name: str, get_model: GetModel
 ) -> None:
@@ -246,10 +356,36 @@ def test_encoding_matches_the_pipelines_own_and_vae_round_trip(
     if name == "dit":
         assert condition.tensors["classes"].tolist() == [207, 281]
         assert model.null().tensors["classes"].tolist() == [1000]
-    elif name.startswith("flux"):
+    elif name in ("flux", "flux-schnell"):
         states, pooled, _ = model.pipeline.encode_prompt(texts(name))
         torch.testing.assert_close(condition.tensors["states"], states)
         torch.testing.assert_close(condition.tensors["pooled"], pooled)
+    elif name == "flux2":
+        for one, prompts in ((condition, texts(name)), (model.null(), [""])):
+            states, _ = model.pipeline.encode_prompt(prompts, max_sequence_length=model.length)
+            torch.testing.assert_close(one.tensors["states"], states, rtol=1e-4, atol=1e-5)
+    elif name in ("zimage", "qwenimage"):
+        empty = "" if name == "zimage" else " "
+        for one, prompts in ((condition, texts(name)), (model.null(), [empty])):
+            states, mask = model.pipeline.encode_prompt(list(prompts))
+            for i, own in enumerate(one.tensors["mask"].bool()):
+                whole = states[i]
+                if name == "qwenimage" and mask is not None:
+                    whole = whole[mask[i].bool()]
+                torch.testing.assert_close(
+                    one.tensors["states"][i][own], whole, rtol=1e-4, atol=1e-5
+                )
+    elif "mask" in condition.tensors:
+        keys = ("states", "mask")
+        # diffusers' encode_prompt has no instruction by default, its call has
+        option = "complex_human_instruction"
+        asked = inspect.signature(model.pipeline.__call__).parameters.get(option)
+        states, mask, null, null_mask = model.pipeline.encode_prompt(
+            texts(name), clean_caption=False, **({option: asked.default} if asked else {})
+        )
+        for key, own, none in zip(keys, (states, mask), (null, null_mask), strict=True):
+            torch.testing.assert_close(condition.tensors[key], own)
+            torch.testing.assert_close(model.null().tensors[key], none[:1])
     else:
         more = [None, None] if name.startswith("sd3") else []
         states, null, pooled, null_pooled = model.pipeline.encode_prompt(texts(name), *more)
@@ -257,14 +393,24 @@ def test_encoding_matches_the_pipelines_own_and_vae_round_trip(
             torch.testing.assert_close(condition.tensors[part], whole)
         torch.testing.assert_close(model.null().tensors["states"], null[:1])
         torch.testing.assert_close(model.null().tensors["pooled"], null_pooled[:1])
-    images = torch.rand(2, 3, 16, 16) * 2 - 1
+    images = torch.rand(2, 3, model.image_width(), model.image_width()) * 2 - 1
     latents = model.encode_images(images)
     assert latents.shape == (2, *model.latent_shape())
     vae = model.pipeline.vae
     with torch.no_grad():
+        frames = images[:, :, None] if name == "qwenimage" else images  # a video of one frame
+        code = vae.encode(frames)
+        mean = code.latent if name.startswith("sana") else code.latent_dist.mean
+        decoded = vae.decode(mean).sample
         torch.testing.assert_close(
-            model.decode(latents), vae.decode(vae.encode(images).latent_dist.mean).sample
+            model.decode(latents),
+            decoded[:, :, 0] if name == "qwenimage" else decoded,
+            rtol=1e-4,
+            atol=1e-5,
         )
+        if name == "flux2":
+            own_code = model.pipeline._encode_vae_image(images, generator=None)
+            torch.testing.assert_close(latents, own_code)
 
 
 @every
@@ -273,12 +419,22 @@ def test_denoise_with_replaced_weights(name: str, get_model: GetModel) -> None:
     condition = model.encode(texts(name))
     x, t = torch.randn(2, *model.latent_shape()), torch.tensor([500, 10])
     own = dict(model.denoiser.named_parameters())
-    last = next(k for k in reversed(own) if k.endswith("bias"))
+    lasts = {
+        "pixart": "proj_out.bias",
+        "zimage": "all_final_layer.2-1.linear.bias",
+        "flux2": "proj_out.weight",  # has no bias
+    }
+    last = lasts.get(name) or next(k for k in reversed(own) if k.endswith("bias"))
+    shift = -1 if name == "zimage" else 1  # whose output is the negative prediction
     with torch.no_grad():
         before = model.denoise(x, t, condition)
-        changed_prediction = model.denoise(x, t, condition, {last: own[last] + 1})
         assert before.shape == x.shape
-        torch.testing.assert_close(changed_prediction, before + 1)
+        if last.endswith("weight"):  # without a bias the prediction is linear in the last weight
+            doubled = model.denoise(x, t, condition, {last: own[last] * 2})
+            torch.testing.assert_close(doubled, before * 2)
+        else:
+            changed_prediction = model.denoise(x, t, condition, {last: own[last] + 1})
+            torch.testing.assert_close(changed_prediction, before + shift)
         each = torch.cat(
             [model.denoise(x[i : i + 1], t[i : i + 1], condition[i : i + 1]) for i in range(2)]
         )
@@ -306,14 +462,25 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("selection", OBJECTIVES)
-@every
+# the others of these families have the same steps, and take a second each
+LONG_RUNS = (("sana", "all"), ("zimage", "cross_attention"), ("flux2", "cross_attention"))
+
+
+@pytest.mark.parametrize(
+    ("name", "selection"),
+    [
+        pytest.param(name, one, marks=pytest.mark.slow if (name, one) in LONG_RUNS else ())
+        for name in families.NAMES
+        for one in OBJECTIVES
+    ],
+)
 def test_a_run_from_loading_to_sampling(
     name: str, selection: str, get_model: GetModel, folder: Any, tmp_path: Path
 ) -> None:
     """Load, generate, erase (interrupted and resumed), save, reload, sample."""
     prompt, other = texts(name)
-    selection = "self_attention" if name == "dit" and selection == "cross_attention" else selection
+    if name in ("dit", "zimage") and selection == "cross_attention":
+        selection = "self_attention"
     forget, retain = OBJECTIVES.get(selection, OBJECTIVES["cross_attention"])
     anchor = {"anchor": other} if forget["loss"] == "anchor" else {}
     job = {
@@ -359,7 +526,7 @@ def test_generated_images_are_cached_by_all_weights(
     rendered_images = generate.generate(
         model, texts(name), [1, 2], generate.Sampling(2, 2.0), cache=tmp_path
     )
-    assert rendered_images.shape == (2, 16, 16, 3)
+    assert rendered_images.shape == (2, model.image_width(), model.image_width(), 3)
     own = generate.model_fingerprint(model)
     for part in model.parts:
         other = copy.deepcopy(model)
@@ -369,7 +536,21 @@ def test_generated_images_are_cached_by_all_weights(
 
 
 def test_selections_of_families_with_joint_attention(get_model: GetModel) -> None:
-    for name in ("sd3", "flux"):
+    for name in ("pixart", "sana"):  # their cross-attention is as in a UNet
+        names = [k for k, _ in get_model(name).denoiser.named_parameters()]
+        cross, rest = (set(select(names, key)) for key in ("cross_attention", "noxattn"))
+        assert {k.split(".")[2] for k in cross} == {"attn2"}
+        ends = {k.split(".")[0] for k in set(names) - cross - rest}
+        time = "adaln_single" if name == "pixart" else "time_embed"
+        assert ends == {"proj_out", "scale_shift_table", time}
+        assert {k.split(".")[0] for k in select(names, "blocks")} == {"transformer_blocks"}
+    names = [k for k, _ in get_model("zimage").denoiser.named_parameters()]
+    own = set(select(names, "self_attention"))
+    assert own == {k for k in names if ".attention." in k}
+    assert set(select(names, "blocks")) == {k for k in names if "layers." in k or "refiner." in k}
+    ends = {k.split(".")[0] for k in set(names) - set(select(names, "noxattn"))}
+    assert ends == {"all_final_layer", "t_embedder"}
+    for name in ("sd3", "flux", "qwenimage", "flux2"):
         names = [k for k, _ in get_model(name).denoiser.named_parameters()]
         selections = {
             key: set(select(names, key))
@@ -390,18 +571,21 @@ def test_selections_of_families_with_joint_attention(get_model: GetModel) -> Non
         assert not selections["self_attention"] & selections["cross_attention"]
         assert selections["self_attention"] < selections["all_but_cross_attention"]
         ends = selections["all_but_cross_attention"] - set(select(names, "noxattn"))
-        assert {k.split(".")[0] for k in ends} == {"norm_out", "proj_out", "time_text_embed"}
+        time = "time_guidance_embed" if name == "flux2" else "time_text_embed"
+        assert {k.split(".")[0] for k in ends} == {"norm_out", "proj_out", time}
         attention = {k for k in names if ".attn." in k or ".attn2." in k}
         assert selections["self_attention"] | selections["cross_attention"] == attention
         assert all("add" in k for k in selections["cross_attention"])
-    with pytest.raises(UserError, match="matches none of"):
-        select([k for k, _ in get_model("dit").denoiser.named_parameters()], "cross_attention")
+    for name in ("dit", "zimage"):
+        with pytest.raises(UserError, match="matches none of"):
+            select([k for k, _ in get_model(name).denoiser.named_parameters()], "cross_attention")
 
 
 def test_what_several_encoders_or_none_cannot_do(
     get_model: GetModel, folder: Any, tmp_path: Path
 ) -> None:
     for name, message in (
+        ("pixart", "reads texts with a T5EncoderModel"),
         ("sdxl", "has text_encoder and text_encoder_2"),
         ("dit", "is conditioned on classes"),
     ):
@@ -537,10 +721,42 @@ def test_options_of_a_family(get_model: GetModel) -> None:
         (flux, {"size": "big"}, "expected a number"),
         (copy.deepcopy(get_model("sd3")), {"size": 64}, "at most 32 pixels"),
         (get_model("dit"), {"size": 64}, "option of the model family 'dit'"),
+        (copy.deepcopy(get_model("sana")), {"size": 48}, "multiple of 32"),
+        (copy.deepcopy(get_model("flux2")), {"size": 34}, "multiple of 4"),
     ):
         with pytest.raises(UserError, match=message):
             model.configure(settings)
     assert (flux.guidance, flux.size) == (3.5, 32)  # a refused request changes nothing
+
+
+@pytest.mark.parametrize("name", ["pixart", "sana", "zimage", "qwenimage", "flux2"])
+def test_a_lora_in_plain_diffusers(
+    name: str, get_model: GetModel, folder: Any, tmp_path: Path
+) -> None:
+    """The file is read by the pipeline's own `load_lora_weights`, and by ours."""
+    model = copy.deepcopy(get_model(name))
+    generator = torch.Generator().manual_seed(0)
+    layers = {}
+    for key, layer in model.denoiser.named_modules():
+        if "att" in key and isinstance(layer, torch.nn.Linear):
+            down = torch.randn(2, layer.in_features, generator=generator)
+            up = torch.randn(layer.out_features, 2, generator=generator)
+            layers[key] = (0.3 * down, 0.3 * up)
+            with torch.no_grad():
+                layer.weight += 0.09 * up @ down
+    file = tmp_path / "lora.safetensors"
+    lora_files.save(model, [Factors("denoiser", layers, 2, 2.0)], file)
+    if name == "pixart":
+        with pytest.raises(UserError, match="cannot take: its pipeline reads none"):
+            load(file, base=get_model(name))
+        return
+    merged = sample_images(name, model).astype(int)
+    assert abs(merged - sample_images(name, get_model(name))).max() > 1
+    pipe = plain(name, folder(name))
+    pipe.load_lora_weights(str(tmp_path), weight_name=file.name)
+    assert abs(by_hand(name, pipe) - merged).max() <= 1
+    ours = load(file, base=get_model(name))
+    assert abs(sample_images(name, ours) - merged).max() <= 1
 
 
 def test_classes_by_name_or_number(get_model: GetModel) -> None:
@@ -569,6 +785,33 @@ def test_what_a_family_refuses(get_model: GetModel) -> None:
     sd3.text_encoder = None
     with pytest.raises(UserError, match="needs both of its CLIP text encoders"):
         load(sd3)
+    for name, scheduler, message in (
+        ("sana", diffusers.DPMSolverMultistepScheduler(), "not one of flow matching"),
+        ("pixart", diffusers.FlowMatchEulerDiscreteScheduler(), "prediction type"),
+    ):
+        pipeline = copy.deepcopy(get_model(name).pipeline)
+        pipeline.scheduler = scheduler
+        with pytest.raises(UserError, match=message):
+            load(pipeline)
+    assert "DDIMScheduler" not in get_model("sana").samplers()
+    for name, option, message in (
+        ("sana", {"guidance_embeds": True}, "Sana-Sprint"),
+        ("qwenimage", {"guidance_embeds": True}, "further inputs"),
+        ("zimage", {"siglip_feat_dim": 8}, "also takes images"),
+    ):
+        pipeline = copy.deepcopy(get_model(name).pipeline)
+        pipeline.transformer.register_to_config(**option)
+        with pytest.raises(UserError, match=message):
+            load(pipeline)
+    distilled = copy.deepcopy(get_model("flux2").pipeline)
+    distilled.register_to_config(is_distilled=True)
+    klein = load(distilled)
+    klein.configure(options("flux2"))
+    assert klein.readings(3.0) == 1
+    condition, x, t = klein.encode(["a star"]), torch.randn(1, 16, 8, 8), torch.tensor(500)
+    with torch.no_grad():
+        guided = klein.guide(x, t, condition, klein.null(), 3.0, None)
+        assert torch.equal(guided, klein.denoise(x, t[None], condition))
     dit = copy.deepcopy(get_model("dit").pipeline)
     dit.scheduler = diffusers.DDPMScheduler()
     with pytest.raises(UserError, match="a seed names no image"):
@@ -594,6 +837,18 @@ def test_weights_are_checked_by_the_model_index(folder: Any, tmp_path: Path) -> 
     absent = {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
     index.write_text(json.dumps({**json.loads(index.read_text()), **absent}))
     assert load(model_folder).readers == ("text_encoder", "text_encoder_2")
+
+
+def test_a_strangers_chat_template_is_not_run(folder: Any, tmp_path: Path) -> None:
+    place = Path(shutil.copytree(folder("zimage"), tmp_path / "model"))
+    template = place / "tokenizer" / "chat_template.jinja"
+    own = template.read_text()
+    template.write_text("{{ cycler.__init__ }}")
+    model: Any = load(place)
+    assert model.pipeline.tokenizer.chat_template == own
+    template.rename(place / "tokenizer" / "other.jinja")
+    with pytest.raises(UserError, match=r"other.jinja is code beside"):
+        load(place)
 
 
 def test_a_hub_id_is_of_the_family_its_index_names(folder: Any, tmp_path: Path) -> None:

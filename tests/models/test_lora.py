@@ -109,7 +109,16 @@ def test_only_the_adapted_weights_changed_and_by_the_rank_of_the_lora(run, share
 METHODS = [
     name for name in registry.names("method") if not hasattr(registry.load("method", name), "edit")
 ]
-ATTACKS = {name: {"attack": {"n": 4}} for name in ("forum", "adversarial", "bome", "moml", "moco")}
+ATTACKED = ("forum", "adversarial", "bome", "moml", "moco", "race", "stereo")
+OTHERS: dict[str, dict[str, Any]] = {name: {"attack": {"n": 4}} for name in ATTACKED}
+for hardening in ("meta_unlearning", "resalign"):
+    OTHERS[hardening] = {"relearn": {"prompts": "tiny_star", "loss": "data", "n": 4}}
+# a step of each kind
+STEREO: dict[str, Any] = {
+    "method": {"name": "stereo", "rounds": 1, "erase_steps": 1, "inner_steps": 1},
+    "forget__loss": "stereo",
+    "training__steps": 3,
+}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -117,8 +126,14 @@ def test_every_rule_trains_a_lora(method: str, tmp_path: Path, tiny) -> None:
     """After one step `up` is no longer 0, and no other weight has changed."""
     before = {k: v.clone() for part in tiny.parts.values() for k, v in part.state_dict().items()}
     recipe = {
-        **one_step_recipe(method={"name": method}, training__batch_size=2),
-        **ATTACKS.get(method, {}),
+        **one_step_recipe(
+            **{
+                "method": {"name": method},
+                "training__batch_size": 2,
+                **(STEREO if method == "stereo" else {}),
+            }
+        ),
+        **OTHERS.get(method, {}),
     }
     result = concept_eraser.erase(recipe, model=tiny, output=tmp_path / "run")
     after = {k: v for part in tiny.parts.values() for k, v in part.state_dict().items()}

@@ -176,7 +176,7 @@ def test_families(name: str, selection: str, steps: list[Counts], tmp_path: Path
     """Each is trained with and without images, reloaded, and generates images."""
     prompt, other = families.texts(name)
     is_free = selection != "all"
-    if is_free and name == "dit":
+    if is_free and name in ("dit", "zimage"):
         selection = "self_attention"
     folder = families.build(name, tmp_path / "model")
     anchor = {} if is_free else {"anchor": other}

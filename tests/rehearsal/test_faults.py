@@ -73,19 +73,19 @@ def test_inner_products_wait_once(device: torch.device) -> None:
 
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {  # -> the recipe's changes, and syncs in a step
-    "one pass": ({"training__one_pass": "on"}, 2),
-    "LoRA": ({"trainable": {"select": "cross_attention", "lora": 2}}, 2),
-    "weighted": ({"method": "weighted"}, 2),
+    "one pass": ({"training__one_pass": "on"}, 1),
+    "LoRA": ({"trainable": {"select": "cross_attention", "lora": 2}}, 1),
+    "weighted": ({"method": "weighted"}, 1),
     "no images": (
         {"forget__images": "free", "retain__images": "free", "retain__loss": "distill"},
-        2,
+        1,
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_how_often_a_step_waits(case: str, steps: list[Counts], tmp_path: Path) -> None:
-    """For the inner products of the gradients, and for whether the step is finite."""
+    """Once: the losses and the inner products of the gradients tell whether it is finite."""
     changes, syncs = CASES[case]
     recipe = short(**{"training": {"steps": 2, "batch_size": 2}, **changes})
     concept_eraser.erase(recipe, output=tmp_path)

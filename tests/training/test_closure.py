@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import concept_eraser
 from concept_eraser import UserError, registry
 from concept_eraser.erasers.denoiser import Denoiser
+from concept_eraser.methods.base import Direction
 from concept_eraser.methods.checks import flat
 from concept_eraser.methods.uno import Uno
 from concept_eraser.methods.vectors import Vec, dot
@@ -467,3 +468,33 @@ def test_a_concept_that_the_judge_cannot_detect_is_named(tmp_path) -> None:
     )
     with pytest.raises(UserError, match="cannot detect shape 'dragon'"):
         concept_eraser.erase(content, output=tmp_path / "run")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e39])
+def test_a_bound_tells_whether_a_weighted_sum_is_finite(scale: float) -> None:
+    """A weight that fp32 cannot hold has no useful bound, so the entries decide."""
+    parameter = torch.nn.Parameter(torch.tensor([3.0, -4.0]))
+    losses = {
+        "retain": [lambda: parameter.sum()],
+        "forget": [lambda: (parameter * torch.tensor([1e-20, 0.0])).sum()],
+    }
+    closure = LossClosure((parameter,), losses)
+    gradients = [closure.grad(objective) for objective in closure.objectives]
+    gram, weights = closure.gramian(gradients), torch.tensor([2.0, scale], dtype=torch.float64)
+    direction = Direction.weighted_sum(weights, gradients, gram)
+    assert direction.bound is not None
+    assert scale > 1 or direction.bound >= float(direction.vec[0].abs().max())
+    assert closure.is_finite(direction) == (scale == 1.0)
+    assert closure.losses == {"retain": -1.0, "forget": pytest.approx(3e-20)}
+
+
+@pytest.mark.parametrize(("weight", "is_finite"), [(1.0, False), (0.0, True)])
+def test_a_gradient_that_is_not_finite_counts_if_it_has_a_weight(
+    weight: float, is_finite: bool
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    losses = {"retain": [lambda: parameter.sum()], "forget": [lambda: parameter.sqrt().sum()]}
+    closure = LossClosure((parameter,), losses)
+    gradients = [closure.grad(objective) for objective in closure.objectives]
+    gram, weights = closure.gramian(gradients), torch.tensor([1.0, weight], dtype=torch.float64)
+    assert closure.is_finite(Direction.weighted_sum(weights, gradients, gram)) == is_finite

@@ -60,7 +60,9 @@ def loss_of_denoiser(model: Any, name: str) -> Callable[[], torch.Tensor]:
     return lambda: model.denoise(noisy, t, condition).square().mean()
 
 
-@pytest.mark.parametrize("name", ["sd", "sdxl", "sd3", "flux", "dit"])
+@pytest.mark.parametrize(
+    "name", ["sd", "sdxl", "sd3", "flux", "dit", "pixart", "sana", "zimage", "qwenimage", "flux2"]
+)
 def test_checkpointing_gives_the_same_gradients_and_holds_less(name: str, get_model: Any) -> None:
     model = get_model(name)
     params = tuple(model.denoiser.requires_grad_(True).parameters())
@@ -208,6 +210,20 @@ def test_the_state_of_momentum_and_average_is_counted(tiny: Any) -> None:
     assert averaged.training - plain.training == plain.always["their values before"]
 
 
+@pytest.mark.parametrize("name", ["zimage", "qwenimage"])
+def test_an_estimate_leaves_nothing_in_the_denoisers_caches(name: str, get_model: Any) -> None:
+    """Their positions are stored, and their inputs depend on the lengths of the prompts."""
+    model = get_model(name)
+    shape = (1, *model.latent_shape())
+    with memory.pretending(*model.parts.values()):
+        condition = model.encode(["a star"])
+        prediction = model.denoise(torch.empty(shape), torch.zeros(1).long(), condition)
+        assert prediction.shape == shape
+    with torch.no_grad():
+        real = model.denoise(torch.zeros(shape), torch.zeros(1).long(), model.encode(["a star"]))
+    assert float(real.std()) > 0
+
+
 class Gradients(Peak):
     """Counts tensors in fp32 only: gradients and directions, without the sums in float64."""
 
@@ -303,10 +319,25 @@ def test_published_architectures_have_the_size_their_cards_say() -> None:
         assert sum(p.numel() for p in published.hollow(name).denoiser.parameters()) == exactly
     sizes = {
         name: sum(v.numel() for v in published.hollow(name).denoiser.state_dict().values())
-        for name in ("sd3", "sd35")
+        for name in (
+            "sd3",
+            "sd35",
+            "pixart",
+            "sana",
+            "sana-600m",
+            "zimage",
+            "qwenimage",
+            "klein",
+        )
     }
     assert sizes["sd3"] == pytest.approx(2.0e9, rel=0.05)
     assert sizes["sd35"] == pytest.approx(2.5e9, rel=0.05)
+    assert sizes["pixart"] == pytest.approx(0.6e9, rel=0.05)
+    assert sizes["sana"] == pytest.approx(1.6e9, rel=0.05)
+    assert sizes["sana-600m"] == pytest.approx(0.6e9, rel=0.05)
+    assert sizes["zimage"] == pytest.approx(6e9, rel=0.05)
+    assert sizes["qwenimage"] == pytest.approx(20e9, rel=0.05)
+    assert sizes["klein"] == pytest.approx(4e9, rel=0.05)
 
 
 @pytest.mark.parametrize("name", memory_presets.PRESETS)

@@ -152,8 +152,14 @@ def test_parts_leave_before_others_come(tiny: Any, monkeypatch: pytest.MonkeyPat
     assert moves == [("text_encoder", "cpu"), ("denoiser", "cuda"), ("vae", "cuda")]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [
+        *((name, dtype) for name in FAMILIES for dtype in (None, torch.bfloat16)),
+        *((name, None) for name in ("pixart", "sana", "zimage", "qwenimage")),
+        pytest.param("flux2", None, marks=pytest.mark.slow),
+    ],
+)
 def test_an_image_in_stages_is_the_whole_one(name: str, autocast: Any, tmp_path: Path) -> None:
     model = open_model(name, tmp_path)
     prompts = ["goldie", "281"] if name == "dit" else ["a red star", "a house"]

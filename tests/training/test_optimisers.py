@@ -404,9 +404,10 @@ def test_masks_are_those_of_the_training_loss(tmp_path: Path, monkeypatch) -> No
     original = Engine._prepare
 
     def record(self: Engine) -> Any:
-        mask = original(self)
-        masks.append([one.clone() for one in mask])
-        return mask
+        mask, bases = original(self)
+        masks.append([one.clone() for one in mask or []])
+        assert bases is None
+        return mask, bases
 
     monkeypatch.setattr(Engine, "_prepare", record)
     for i, changes in enumerate(

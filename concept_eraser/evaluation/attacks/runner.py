@@ -568,7 +568,7 @@ def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: 
     ((attribute, value),) = protocol.suite.concept.items()
     if value not in judge.classes.get(attribute, ()):
         raise UserError(f"the judge {protocol.suite.judge!r} cannot detect {attribute} {value!r}")
-    if protocol.build().needs_words and len(victim.readers) != 1:
+    if protocol.build().needs_words and not victim.has_clip_words:
         raise victim.lacks(f"the attack {protocol.attack!r}, on the tokens of a prompt,")
     if protocol.build().samples_itself and getattr(victim, "guard", None) is not None:
         raise UserError(
@@ -592,7 +592,7 @@ def _layout(model: Model) -> tuple[object, ...]:
     return (
         model.family,
         model.latent_shape(),
-        model.table.shape if len(model.readers) == 1 else model.readers,
+        model.table.shape if model.has_clip_words else model.readers,
     )
 
 

@@ -34,6 +34,7 @@ class StableDiffusion(Variance):
 
     family = "sd"
     pipeline_class = "StableDiffusionPipeline"
+    has_clip_words = True
     # A safety checker would replace images by black ones, unnoticed by the evaluation. It is not
     # part of the model.
     left_out = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}  # noqa: RUF012
