@@ -72,8 +72,6 @@ def pages() -> dict[Path, str]:
         if runs:
             contents[TABLES / f"{study}.md"] = studies.study_page(study, title, render(runs), runs)
     contents[TABLES / "papers.md"] = others.paper_problems()
-    if Results(published.STUDY):
-        contents[TABLES / "published.md"] = published.page()
     if Results("robustness"):
         contents[TABLES / "robustness.md"] = others.robustness()
     renderers: dict[str, Callable[[], str]] = {
@@ -91,6 +89,8 @@ def pages() -> dict[Path, str]:
     for name, renderer in renderers.items():
         if Results(name):
             contents[TABLES / f"{name}.md"] = renderer()
+    if Results(published.STUDY):
+        contents[TABLES / f"{published.STUDY}.md"] += "\n" + published.section()
     contents = {path: current_label(text) for path, text in contents.items()}
     contents |= leaderboard.hover_pages()
     contents |= benchmarks.pages()

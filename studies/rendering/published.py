@@ -1,4 +1,4 @@
-"""eval/results/published.md: rows of published leaderboards beside ours, with rank correlations."""
+"""The end of tiny_leaderboard.md: published leaderboards beside ours, with rank correlations."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def correlations(
 
 
 def verdict(found: list[tuple[str, Correlation]]) -> str:
-    """Return the first sentence of the page: whether the orders agree.
+    """Return the first sentence of the section: whether the orders agree.
 
     Args:
         found: The correlations, each with the name of its task.
@@ -139,21 +139,20 @@ def verdict(found: list[tuple[str, Correlation]]) -> str:
     return f"**{start}{end}.** Spearman's rho: {numbers}."
 
 
-def page() -> str:
-    """Return eval/results/published.md."""
+def section() -> str:
+    """Return the section of the leaderboard's page about published leaderboards."""
     ours, sections, found = our_rates(), [], []
     for board in boards():
         for task in board["tasks"]:
             found += [(task, one) for one in correlations(board, task, ours)]
         sections.append(_board_text(board, ours))
     body = "\n\n".join(sections)
-    return f"""# Published leaderboards beside ours
+    return f"""## Published leaderboards
 
 {verdict(found)}
 
-Rendered from `studies/published/*.yaml` and `{STUDY}.jsonl.xz` by `python -m
-studies.render_results`. The published rows were read, not measured. Ours are means over the tasks
-of [the leaderboard]({STUDY}.md).
+The rows are those of `studies/published/*.yaml`. They were read, not measured. Ours are means over
+the tasks above.
 
 A rank correlation needs {LEAST} common methods. Model, concepts, judge, attack and settings differ
 in every row, so a low correlation does not say which of the two is right. With few methods the
@@ -174,12 +173,12 @@ def _board_text(board: Mapping[str, Any], ours: Mapping[str, Mapping[str, float]
         f"{name}: {how['differs']}" for name, how in board["methods"].items() if "differs" in how
     ]
     parts = [
-        f"## {board['title']}",
+        f"### {board['title']}",
         "\n".join(f"* {fact}" for fact in facts),
         f"What differs here: {'; '.join(differences)}.",
     ]
     for task in board["tasks"]:
-        parts += [f"### {task}", _task_text(board, task, ours)]
+        parts += [f"#### {task}", _task_text(board, task, ours)]
     return "\n\n".join(parts)
 
 

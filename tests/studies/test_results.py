@@ -87,8 +87,7 @@ def test_a_study_has_one_table_and_one_page() -> None:
     files = list(RESULTS.rglob("*"))
     assert all(path.is_file() for path in files)
     assert {path.suffix for path in files} <= {".xz", ".md", ".svg", ".webp", ".json", ".html"}
-    # the rows of published.md were read elsewhere: studies/published
-    assert {path.stem for path in RESULTS.glob("*.md")} == {*TABLES, "published"}
+    assert {path.stem for path in RESULTS.glob("*.md")} == set(TABLES)
     assert len(files) <= 60
     assert sum(path.stat().st_size for path in files) <= 6e6
 
