@@ -113,7 +113,9 @@ def correlations(
         own = np.array([ours[name][column] for name in names.values()])
         values = -values if is_opposite else values
         rho, (tau, p) = spearmanr(values, own).statistic, kendalltau(values, own)
-        found.append(Correlation(theirs, column, tuple(names), float(rho), float(tau), float(p)))
+        found.append(
+            Correlation(theirs, column, tuple(names), rho=float(rho), tau=float(tau), p=float(p))
+        )
     return found
 
 

@@ -458,7 +458,8 @@ attributes on them, and the value of the attribute that is kept worst."""
     yield """Shapes take the place of UnlearnCanvas's objects (arXiv 2402.11846); colours are left
 out. UA is the share of the concept's images without the concept. IRA is the accuracy of the other
 values of its attribute, and CRA that of the other attribute, both on prompts without the concept.
-Each is a mean over erased concepts; its interval, Student's, takes the concept as the unit."""
+Each is a mean over erased concepts; its interval, Student's, takes the concept as the unit.
+Values that are all alike have no interval."""
     yield _canvas_table(results, labels)
 
 

@@ -64,6 +64,13 @@ def test_the_start_is_drawn_from_the_step() -> None:
     assert not torch.equal(starts[0], starts[2])
 
 
+def test_the_starts_fill_the_box() -> None:
+    starts = torch.cat([0.5 + attack_in_box(problem(n)[2], 0, 1.0, 0.1)[0] for n in range(200)])
+    assert -0.1 <= float(starts.min()) < -0.099
+    assert 0.099 < float(starts.max()) <= 0.1
+    assert abs(float(starts.mean())) < 0.01  # its standard deviation is 0.002
+
+
 def test_the_step_is_taken_under_the_attack() -> None:
     """d retain / d theta = sum omega, d forget / d theta = 2 theta sum omega, at omega_T."""
     theta, omega, losses = problem()

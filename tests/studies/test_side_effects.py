@@ -429,7 +429,7 @@ def test_the_page_and_its_figures(no_results: Path) -> None:
     assert "| default | star | heart | 40 | 100.0 [91.2, 100.0] | 0.0 [0.0, 8.8] | -100.0 [" in page
     assert "| default | star | color | 40 | 100.0 [91.2, 100.0] | 100.0 [91.2, 100.0] |" in page
     assert "| 1 | star | 1 | 25.0 [11.2, 46.9] |" in page
-    assert "| not erased | one shape | 10 | 0.0 [" in page
+    assert "| not erased | one shape | 10 | 0.0 (all alike) |" in page
     assert "| default | one shape |" not in page, "a single concept has no interval"
     # after run 2 the star is back: its images of run 2 show it
     assert "star after run 2: +75.0 [" in page
