@@ -121,11 +121,12 @@ def test_the_tables_are_complete() -> None:
 @slow
 @pytest.mark.parametrize("name", DENOISER_RUNS)
 def test_methods_losses_and_options(name: str, steps: list[Counts], tmp_path: Path) -> None:
-    run = concept_eraser.erase(
-        two_steps(golden.DENOISER, DENOISER_RUNS[name]), output=tmp_path / "run"
-    )
+    recipe = two_steps(golden.DENOISER, DENOISER_RUNS[name])
+    if name == "stereo":  # its search takes the first two
+        recipe["training"]["steps"] = 3
+    run = concept_eraser.erase(recipe, output=tmp_path / "run")
     assert run.folder.is_dir()
-    assert len(steps) == 2
+    assert len(steps) == (3 if name == "stereo" else 2)
     assert all(step.operators for step in steps)
 
 
