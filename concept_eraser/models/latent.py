@@ -150,14 +150,17 @@ class Latent(Model):
         pipeline.set_progress_bar_config(disable=True)
 
     @classmethod
+    def _class_of(cls, folder: Path) -> str:
+        """Return the pipeline class of a diffusers folder."""
+        named = read_json(folder / "model_index.json").get("_class_name")
+        return str(named) if named in cls.other_classes else cls.pipeline_class
+
+    @classmethod
     def from_folder(cls, folder: str, *, source: str, **options: Any) -> Self:
         import diffusers
 
         quiet_libraries()
-        named = read_json(Path(folder) / "model_index.json").get("_class_name")
-        family: Any = getattr(
-            diffusers, named if named in cls.other_classes else cls.pipeline_class
-        )
+        family: Any = getattr(diffusers, cls._class_of(Path(folder)))
         # a part saved as absent ([null, null], SD 3 without T5) must be passed as None, or
         # diffusers requires it
         absent = {
@@ -183,7 +186,7 @@ class Latent(Model):
         import transformers
 
         quiet_libraries()
-        family: Any = getattr(diffusers, cls.pipeline_class)
+        family: Any = getattr(diffusers, cls._class_of(folder))
         components: dict[str, Any] = {}
         for name, entry in family.load_config(folder).items():
             if name in cls.left_out or not isinstance(entry, list | tuple):

@@ -53,7 +53,7 @@ class Correlation:
     p: float
 
 
-def boards() -> list[dict[str, Any]]:
+def benchmarks() -> list[dict[str, Any]]:
     """Return the published leaderboards, as their files have them."""
     return [yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))]
 
@@ -81,20 +81,22 @@ def our_rates() -> dict[str, dict[str, float]]:
 
 
 def common(
-    board: Mapping[str, Any], task: str, ours: Mapping[str, Mapping[str, float]]
+    benchmark: Mapping[str, Any], task: str, ours: Mapping[str, Mapping[str, float]]
 ) -> dict[str, str]:
     """Return the methods of a published table that our leaderboard has: their name, our name."""
-    names = {name: board["methods"][name].get("ours") for name in board["tasks"][task]["rows"]}
+    names = {
+        name: benchmark["methods"][name].get("ours") for name in benchmark["tasks"][task]["rows"]
+    }
     return {name: own for name, own in names.items() if own in ours}
 
 
 def correlations(
-    board: Mapping[str, Any], task: str, ours: Mapping[str, Mapping[str, float]]
+    benchmark: Mapping[str, Any], task: str, ours: Mapping[str, Mapping[str, float]]
 ) -> list[Correlation]:
     """Return the rank correlations of a published table with ours.
 
     Args:
-        board: A published leaderboard.
+        benchmark: A published leaderboard.
         task: One of its tasks.
         ours: The result of `our_rates`.
 
@@ -103,12 +105,12 @@ def correlations(
     """
     from scipy.stats import kendalltau, spearmanr
 
-    names = common(board, task, ours)
+    names = common(benchmark, task, ours)
     if len(names) < LEAST:
         return []
-    rows, found = board["tasks"][task]["rows"], []
+    rows, found = benchmark["tasks"][task]["rows"], []
     for theirs, column, is_opposite in PAIRS:
-        place = board["columns"].index(theirs)
+        place = benchmark["columns"].index(theirs)
         values = np.array([rows[name][place] for name in names], float)
         own = np.array([ours[name][column] for name in names.values()])
         values = -values if is_opposite else values
@@ -144,10 +146,10 @@ def verdict(found: list[tuple[str, Correlation]]) -> str:
 def section() -> str:
     """Return the section of the leaderboard's page about published leaderboards."""
     ours, sections, found = our_rates(), [], []
-    for board in boards():
-        for task in board["tasks"]:
-            found += [(task, one) for one in correlations(board, task, ours)]
-        sections.append(_board_text(board, ours))
+    for benchmark in benchmarks():
+        for task in benchmark["tasks"]:
+            found += [(task, one) for one in correlations(benchmark, task, ours)]
+        sections.append(_benchmark_text(benchmark, ours))
     body = "\n\n".join(sections)
     return f"""## Published leaderboards
 
@@ -164,35 +166,39 @@ test misses most correlations. The p-values have no correction for their number.
 """
 
 
-def _board_text(board: Mapping[str, Any], ours: Mapping[str, Mapping[str, float]]) -> str:
+def _benchmark_text(benchmark: Mapping[str, Any], ours: Mapping[str, Mapping[str, float]]) -> str:
     facts = [
-        f"Source: {board['source']}, read on {board['read']}. Date: {board['date']}.",
-        f"Licence: {board['licence']}.",
-        f"Protocol: {board['protocol'].strip()}",
-        f"Left out: {board['left_out'].strip()}",
+        f"Source: {benchmark['source']}, read on {benchmark['read']}. Date: {benchmark['date']}.",
+        f"Licence: {benchmark['licence']}.",
+        f"Protocol: {benchmark['protocol'].strip()}",
+        f"Left out: {benchmark['left_out'].strip()}",
     ]
     differences = [
-        f"{name}: {how['differs']}" for name, how in board["methods"].items() if "differs" in how
+        f"{name}: {how['differs']}"
+        for name, how in benchmark["methods"].items()
+        if "differs" in how
     ]
     parts = [
-        f"### {board['title']}",
+        f"### {benchmark['title']}",
         "\n".join(f"* {fact}" for fact in facts),
         f"What differs here: {'; '.join(differences)}.",
     ]
-    for task in board["tasks"]:
-        parts += [f"#### {task}", _task_text(board, task, ours)]
+    for task in benchmark["tasks"]:
+        parts += [f"#### {task}", _task_text(benchmark, task, ours)]
     return "\n\n".join(parts)
 
 
-def _task_text(board: Mapping[str, Any], task: str, ours: Mapping[str, Mapping[str, float]]) -> str:
-    content = board["tasks"][task]
-    names = common(board, task, ours)
-    rows = [["method", *board["columns"], *(f"our {label} %" for label in LABELS.values())]]
+def _task_text(
+    benchmark: Mapping[str, Any], task: str, ours: Mapping[str, Mapping[str, float]]
+) -> str:
+    content = benchmark["tasks"][task]
+    names = common(benchmark, task, ours)
+    rows = [["method", *benchmark["columns"], *(f"our {label} %" for label in LABELS.values())]]
     for name, values in content["rows"].items():
         own = ours.get(names.get(name, ""))
         cells = [f"{own[column]:.1f}" if own else "-" for column in LABELS]
         rows.append([name, *(f"{value:g}" for value in values), *cells])
-    found = correlations(board, task, ours)
+    found = correlations(benchmark, task, ours)
     if found:
         lines = [["theirs", "ours", "methods", "Spearman's rho", "Kendall's tau", "p (tau)"]]
         for one in found:

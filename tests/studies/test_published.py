@@ -11,7 +11,7 @@ from studies.rendering.common import table
 from tests.studies.test_leaderboard import LEADERBOARD
 
 
-def board(values: dict[str, list[float]]) -> dict[str, Any]:
+def benchmark(values: dict[str, list[float]]) -> dict[str, Any]:
     """A published leaderboard of one task, with the columns of PAIRS."""
     return {
         "columns": ["Pre-ASR", "Post-ASR", "CLIP-Score"],
@@ -25,7 +25,7 @@ def rates(numbers: dict[str, float]) -> dict[str, dict[str, float]]:
     return {name: dict.fromkeys(published.LABELS, value) for name, value in numbers.items()}
 
 
-@pytest.mark.parametrize("content", published.boards(), ids=lambda one: str(one["title"]))
+@pytest.mark.parametrize("content", published.benchmarks(), ids=lambda one: str(one["title"]))
 def test_a_published_row_has_its_source_and_a_place_here(content: dict[str, Any]) -> None:
     for key in ("source", "read", "date", "licence", "protocol", "left_out"):
         assert str(content[key]).strip()
@@ -51,14 +51,14 @@ def test_a_correlation_is_that_of_the_common_methods() -> None:
     names = [f"M{place}" for place in range(8)]
     values = {name: [float(i), float(i) ** 2, float(i)] for i, name in enumerate(names)}
     own = rates({name.lower(): 10.0 + i for i, name in enumerate(names)})
-    whole = board({**values, "Other": [99.0, 0.0, 99.0]})
+    whole = benchmark({**values, "Other": [99.0, 0.0, 99.0]})
     found = published.correlations(whole, "one", own)
     assert [(one.theirs, one.ours) for one in found] == [pair[:2] for pair in published.PAIRS]
     assert [one.rho for one in found] == pytest.approx([1, 1, 1, -1])
     assert [one.tau for one in found] == pytest.approx([1, 1, 1, -1])
     assert [one.p for one in found] == pytest.approx([2 / 40320] * 4)
     assert {one.names for one in found} == {tuple(names)}
-    few = board({name: values[name] for name in names[:7]})
+    few = benchmark({name: values[name] for name in names[:7]})
     assert published.correlations(few, "one", own) == []
     text = published._task_text(few, "one", own)
     assert "7 methods are common to both, too few" in text
@@ -71,7 +71,7 @@ def test_the_first_sentence_says_that_a_correlation_is_low() -> None:
     orders = {"same": range(8), "low": (4, 7, 2, 5, 0, 6, 3, 1)}
     found = {
         name: published.correlations(
-            board(values), "one", rates({f"m{i}": float(one) for i, one in enumerate(order)})
+            benchmark(values), "one", rates({f"m{i}": float(one) for i, one in enumerate(order)})
         )[:2]
         for name, order in orders.items()
     }
