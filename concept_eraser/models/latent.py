@@ -81,6 +81,11 @@ def tokens_of(
     return tokens
 
 
+def ids_and_mask(tokens: Any, device: torch.device) -> Condition:
+    """Return ids and mask of `tokens_of`: {"ids": [n, tokens], "mask": [n, tokens]}."""
+    return Condition({"ids": tokens.input_ids.to(device), "mask": tokens.attention_mask.to(device)})
+
+
 def is_hollow(value: Tensor) -> bool:
     """Whether a tensor has a shape and no content, as in a memory estimate."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -27,7 +27,7 @@ from torch import Tensor
 from concept_eraser.models import chat
 from concept_eraser.models.base import Condition, Weights
 from concept_eraser.models.flow import Flow
-from concept_eraser.models.latent import tokens_of
+from concept_eraser.models.latent import ids_and_mask, tokens_of
 from concept_eraser.utils.errors import UserError
 
 LENGTH = 512  # the number of tokens in diffusers' pipeline, or fewer if the tokenizer has fewer
@@ -78,12 +78,7 @@ class Flux2Klein(Flow):
         tokens = tokens_of(
             self.pipeline.tokenizer, prompts, self.length, before=chat.BEFORE, after=after
         )
-        return Condition(
-            {
-                "ids": tokens.input_ids.to(self.device),
-                "mask": tokens.attention_mask.to(self.device),
-            }
-        )
+        return ids_and_mask(tokens, self.device)
 
     def embed(
         self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None

@@ -22,7 +22,7 @@ from torch import Tensor
 from concept_eraser.models import generation_stages
 from concept_eraser.models.base import Condition, Weights
 from concept_eraser.models.captioned import Captioned
-from concept_eraser.models.latent import Variance, tokens_of
+from concept_eraser.models.latent import Variance, ids_and_mask, tokens_of
 from concept_eraser.utils.errors import UserError
 
 LENGTHS = {"PixArtAlphaPipeline": 120, "PixArtSigmaPipeline": 300}  # the pipelines' tokens of T5
@@ -56,12 +56,7 @@ class PixArt(Variance, Captioned):
 
     def tokenize(self, prompts: Sequence[str]) -> Condition:
         tokens = tokens_of(self.pipeline.tokenizer, self._lower(prompts), self.length)
-        return Condition(
-            {
-                "ids": tokens.input_ids.to(self.device),
-                "mask": tokens.attention_mask.to(self.device),
-            }
-        )
+        return ids_and_mask(tokens, self.device)
 
     def embed(
         self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from concept_eraser.models.base import Condition, Weights
 from concept_eraser.models.flow import Flow
-from concept_eraser.models.latent import is_hollow, tokens_of
+from concept_eraser.models.latent import ids_and_mask, is_hollow, tokens_of
 from concept_eraser.utils.errors import UserError
 
 LENGTH = 512  # the number of the prompt's tokens in diffusers' pipeline
@@ -65,12 +65,7 @@ class QwenImage(Flow):
         before, after = self.pipeline.prompt_template_encode.split("{}")
         length = self.pipeline.prompt_template_encode_start_idx + LENGTH
         tokens = tokens_of(self.pipeline.tokenizer, prompts, length, before=before, after=after)
-        return Condition(
-            {
-                "ids": tokens.input_ids.to(self.device),
-                "mask": tokens.attention_mask.to(self.device),
-            }
-        )
+        return ids_and_mask(tokens, self.device)
 
     def embed(
         self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None

@@ -25,7 +25,7 @@ from torch import Tensor
 from concept_eraser.models.base import Condition, Weights
 from concept_eraser.models.captioned import Captioned
 from concept_eraser.models.flow import Flow
-from concept_eraser.models.latent import tokens_of
+from concept_eraser.models.latent import ids_and_mask, tokens_of
 from concept_eraser.utils.errors import UserError
 
 LENGTH = 300  # the number of the prompt's tokens in diffusers' pipeline
@@ -95,12 +95,7 @@ class Sana(Captioned, Flow):
 
     def _tokens(self, prompts: Sequence[str], length: int, *, before: str) -> Condition:
         tokens = tokens_of(self.pipeline.tokenizer, self._lower(prompts), length, before=before)
-        return Condition(
-            {
-                "ids": tokens.input_ids.to(self.device),
-                "mask": tokens.attention_mask.to(self.device),
-            }
-        )
+        return ids_and_mask(tokens, self.device)
 
     def embed(
         self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None

@@ -25,7 +25,7 @@ from torch import Tensor
 from concept_eraser.models import chat
 from concept_eraser.models.base import Condition, Weights
 from concept_eraser.models.flow import Flow
-from concept_eraser.models.latent import is_hollow, tokens_of
+from concept_eraser.models.latent import ids_and_mask, is_hollow, tokens_of
 from concept_eraser.utils.errors import UserError
 
 LENGTH = 512  # the number of tokens in diffusers' pipeline
@@ -58,12 +58,7 @@ class ZImage(Flow):
         tokens = tokens_of(
             self.pipeline.tokenizer, prompts, LENGTH, before=chat.BEFORE, after=chat.AFTER
         )
-        return Condition(
-            {
-                "ids": tokens.input_ids.to(self.device),
-                "mask": tokens.attention_mask.to(self.device),
-            }
-        )
+        return ids_and_mask(tokens, self.device)
 
     def embed(
         self, tokens: Condition, weights: Weights | None = None, rows: Tensor | None = None
