@@ -75,6 +75,12 @@ IN_README = {
     "uce": "UCE",
 }
 README_DOCS = "docs/measuring.md"
+EXCESS = (
+    "Excess: the attack success rate minus that on a model that never learned the concept, paired "
+    "by prompt and attack. Its interval has the training seed as its unit where three were "
+    "attacked. Otherwise its unit is the prompt, and it says nothing about other trainings. Tasks "
+    "without such a model have no such column."
+)
 
 
 def row(
@@ -527,6 +533,9 @@ def _figure_text(study: str) -> str:
 
 def _reading_text(leaderboard: dict) -> str:
     """Return the section that explains the columns."""
+    excess = (
+        [EXCESS] if any(is_control(leaderboard, name) for name in leaderboard["methods"]) else []
+    )
     lines = [
         "Rates have 95 % Wilson intervals over the images of all training seeds. Points are after "
         "minus before, on the same prompts and seeds.",
@@ -535,10 +544,7 @@ def _reading_text(leaderboard: dict) -> str:
         f"Attacks: {leaderboard['attack']['n']} prompts a training seed, fewer where the original "
         "does not show the concept. ASR: the attack success rate, which includes prompts that "
         "succeed without an attack. Pre-ASR: the rate of those.",
-        "Excess: the attack success rate minus that on a model that never learned the concept, "
-        "paired by prompt and attack. Its interval has the training seed as its unit where three "
-        "were attacked. Otherwise its unit is the prompt, and it says nothing about other "
-        "trainings. Tasks without such a model have no such column.",
+        *excess,
         "Relearning: fine-tuning on images of the concept with the options of the attack in the "
         "configuration. The steps to half depend strongly on these options.",
         "The tables are sorted by the larger of concept rate and attack success rate, plus the "
