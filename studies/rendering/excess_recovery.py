@@ -1,21 +1,25 @@
-"""The page of the study `excess_recovery`: attacks on erased models and on models that never
-learned the concept.
+"""The pages of attacks on erased models and on models that never learned the concept: the studies
+`excess_recovery` and `combination_rules`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from concept_eraser.evaluation.seed_statistics import LEAST_SEEDS, cluster_bootstrap
 from concept_eraser.evaluation.statistics import Interval, paired_difference, wilson
-from studies.rendering.common import notes, share, source, table
+from studies import grids
+from studies.rendering.common import notes, setting, share, source, table
 from studies.result_tables import Content, Results
 
-STUDY = "excess_recovery"
-COMMAND = f"python -m studies.excess_recovery studies/configs/{STUDY}.yaml"
+STUDIES = {
+    "excess_recovery": "What attacks recover beyond a model that never learned the concept",
+    "combination_rules": "What the combination rule contributes, with all else equal",
+}
 
 
 def model_key(concept: str, entry: str, seed: int) -> str:
@@ -28,10 +32,17 @@ def attack_key(concept: str, model: str, attack: str) -> str:
     return f"{concept}_{model}_{attack}"
 
 
+def selection_key(entry: str) -> str:
+    """Return the key of the scored settings of an entry."""
+    return f"select_{entry}"
+
+
 def by_concept(results: Mapping[str, Content]) -> dict[str, list[Content]]:
-    """Return the results of each concept."""
+    """Return the results of each concept, without the choice of settings."""
     groups: dict[str, list[Content]] = {}
     for content in results.values():
+        if content["kind"] == "selection":
+            continue
         groups.setdefault(content["concept"], []).append(content)
     return groups
 
@@ -170,9 +181,36 @@ def _gap(group: Sequence[Content], name: str) -> str:
     return f"{np.mean(values):.2f}" if values else "-"
 
 
-def page() -> str:
-    """Return the page."""
-    results = dict(Results(STUDY))
+def settings_table(results: Mapping[str, Content]) -> str:
+    """Return a row for each setting that was tried, or "" for a study without a choice."""
+    selections = [content for content in results.values() if content["kind"] == "selection"]
+    if not selections:
+        return ""
+    rows = [["model", "setting", "concept rate %", "soft prompt %", "score", "chosen"]]
+    for content in selections:
+        best = max(content["grid"], key=lambda row: row["score"])
+        marks = grids.edges(best["point"], [row["point"] for row in content["grid"]])
+        rows += [
+            [
+                content["label"],
+                setting(row["point"], marks if row is best else None),
+                " / ".join(f"{100 * value:.0f}" for value in row["share"]),
+                " / ".join(f"{100 * value:.0f}" for value in row["attacked"]),
+                f"{row['score']:.3f}",
+                "yes" if row is best else "",
+            ]
+            for row in content["grid"]
+        ]
+    concepts = ", ".join(sorted({content["concept"] for content in selections}))
+    return f"## Settings tried, on {concepts}\n\n{grids.with_note(table(rows))}"
+
+
+def page(study: str) -> str:
+    """Return the page of a study, or "" if it has no result."""
+    results = dict(Results(study))
+    if not results:
+        return ""
+    command = f"python -m studies.excess_recovery studies/configs/{study}.yaml"
     parts: list[str] = []
     for concept, contents in by_concept(results).items():
         parts += [f"## {concept}", model_table(contents), attack_table(contents)]
@@ -186,11 +224,12 @@ def page() -> str:
         "\n\n".join(
             part
             for part in (
-                "# What attacks recover beyond a model that never learned the concept",
-                f"{source(STUDY, COMMAND)}.",
-                notes(STUDY),
+                f"# {STUDIES[study]}",
+                f"{source(study, command)}.",
+                notes(study),
                 EXPLANATION,
                 *parts,
+                settings_table(results),
                 f"Commits {', '.join(commits)}; {', '.join(devices)}.",
             )
             if part
@@ -212,4 +251,4 @@ seed as its unit where there are three seeds. With fewer it is paired by prompt,
 about other trainings. "All alike" means that no prompt of any seed differs, so there is no
 interval."""
 
-PAGES = {STUDY: page}
+PAGES = {study: partial(page, study) for study in STUDIES}
