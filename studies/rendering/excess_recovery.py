@@ -9,11 +9,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import yaml
 
-from concept_eraser.evaluation.seed_statistics import LEAST_SEEDS, cluster_bootstrap
+from concept_eraser.evaluation.seed_statistics import (
+    LEAST_SEEDS,
+    cluster_bootstrap,
+    compare,
+    holm,
+)
 from concept_eraser.evaluation.statistics import Interval, paired_difference, wilson
 from studies import grids
 from studies.rendering.common import notes, setting, share, source, table
+from studies.result_tables import STUDIES as CONFIGS
 from studies.result_tables import Content, Results
 
 STUDIES = {
@@ -129,6 +136,51 @@ def attack_table(contents: Sequence[Content]) -> str:
     return table(rows)
 
 
+def comparison_table(contents: Sequence[Content], reference: str) -> str:
+    """Return the differences of all erasures from one, by attack, over the training seeds.
+
+    The result is "" before two erasures have three common seeds.
+
+    Args:
+        contents: The results of a concept.
+        reference: The erasure that the others are compared with.
+    """
+    labels = {one["model"]: one["label"] for one in contents if one["kind"] == "erased"}
+    comparisons = []
+    for attack in dict.fromkeys(one["attack"] for one in contents if "attack" in one):
+        samples = {model: _by_seed(campaigns(contents, attack, model)) for model in labels}
+        complete = {k: list(v.values()) for k, v in samples.items() if len(v) >= LEAST_SEEDS}
+        if reference in complete and len(complete) > 1:
+            comparisons += [(attack, one) for one in compare(complete, reference, paired=True)]
+    if not comparisons:
+        return ""
+    corrected = holm([one.p for _, one in comparisons])
+    head = ["attack", "model", "difference, points", "p", "p, corrected"]
+    rows = [
+        [
+            attack.replace("_", " "),
+            labels[one.name],
+            share(one.difference),
+            *("-" if np.isnan(value) else f"{value:.2f}" for value in (one.p, p_family)),
+        ]
+        for (attack, one), p_family in zip(comparisons, corrected, strict=True)
+    ]
+    return (
+        f"Success of each attack, minus that on the model of: {labels[reference]}. Training seeds "
+        "are paired. The correction is Holm's, for all rows. A difference that is not significant "
+        f"is no evidence of equality.\n\n{table([head, *rows])}"
+    )
+
+
+def _by_seed(contents: Sequence[Content]) -> dict[int, np.ndarray]:
+    """Return whether each prompt showed the concept, [prompts] float, by training seed."""
+    ordered = sorted(contents, key=lambda content: content["seed"])
+    return {
+        content["seed"]: np.array([v for _, v in sorted(successes(content).items())], float)
+        for content in ordered
+    }
+
+
 def model_table(contents: Sequence[Content]) -> str:
     """Return a row for each erasure: what it draws, and how far it is from the controls."""
     rows = [
@@ -211,9 +263,12 @@ def page(study: str) -> str:
     if not results:
         return ""
     command = f"python -m studies.excess_recovery studies/configs/{study}.yaml"
+    reference = yaml.safe_load((CONFIGS / f"{study}.yaml").read_text()).get("reference")
     parts: list[str] = []
     for concept, contents in by_concept(results).items():
         parts += [f"## {concept}", model_table(contents), attack_table(contents)]
+        if reference:
+            parts.append(comparison_table(contents, reference))
     environments: list[Mapping[str, Any]] = [
         one["campaign"]["environment"] if "campaign" in one else one["environment"]
         for one in results.values()

@@ -78,6 +78,39 @@ def test_the_configuration_names_recipes_suites_and_attacks(config: Path) -> Non
         excess_recovery.protocol_of(study, "protocol2_heart_test", attack)
 
 
+def test_rules_are_compared_over_seeds_with_one_correction_for_the_table() -> None:
+    """One rule is worse in each seed and by each of two attacks, the other is the same."""
+    hits = {"sum": (4, 5, 3), "worse": (16, 16, 15), "same": (4, 5, 3)}
+    contents = [
+        {
+            **attempts([True] * count + [False] * (20 - count)),
+            "kind": "erased",
+            "model": model,
+            "label": model.upper(),
+            "seed": seed,
+            "attack": attack,
+        }
+        for model, counts in hits.items()
+        for seed, count in enumerate(counts)
+        for attack in ("soft_prompt", "completion")
+    ]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in rendering.comparison_table(contents, "sum").splitlines()
+        if line.startswith(("| soft", "| completion"))
+    ]
+    assert [row[:2] for row in rows] == [
+        ["soft prompt", "WORSE"],
+        ["soft prompt", "SAME"],
+        ["completion", "WORSE"],
+        ["completion", "SAME"],
+    ]
+    assert rows[0][2].startswith("58.3 [")
+    assert float(rows[0][4]) == pytest.approx(4 * float(rows[0][3]), abs=0.02)  # of four rows
+    assert rows[1][2:] == ["0.0 (all alike)", "-", "-"]
+    assert rendering.comparison_table(contents[:4], "sum") == ""  # two seeds
+
+
 def test_a_setting_is_chosen_on_another_concept_and_only_once(
     no_results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
