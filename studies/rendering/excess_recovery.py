@@ -39,6 +39,9 @@ def attack_key(concept: str, model: str, attack: str) -> str:
     return f"{concept}_{model}_{attack}"
 
 
+BESIDE = ("retained", "unseen")  # groups of prompts without the concept
+
+
 def selection_key(entry: str) -> str:
     """Return the key of the scored settings of an entry."""
     return f"select_{entry}"
@@ -190,6 +193,7 @@ def model_table(contents: Sequence[Content]) -> str:
             "concept rate %",
             "retain accuracy %",
             "accuracy on unseen concepts %",
+            "other attributes, retained and unseen: points",
             "gap to retraining: concept; retained; unseen",
         ]
     ]
@@ -202,6 +206,7 @@ def model_table(contents: Sequence[Content]) -> str:
                 _mean_rate(group, "concept_rate", "direct"),
                 _mean_rate(group, f"accuracy_{attribute}", "retained"),
                 _mean_rate(group, f"accuracy_{attribute}", "unseen"),
+                _other_attributes(group, attribute),
                 "; ".join(_gap(group, name) for name in ("direct", "retained", "unseen")),
             ]
         )
@@ -220,6 +225,23 @@ def _mean_rate(group: Sequence[Content], metric: str, name: str) -> str:
         return "-"
     count = sum(round(value["value"] * value["n"]) for value in values)
     return share(wilson(count, sum(value["n"] for value in values)))
+
+
+def _other_attributes(group: Sequence[Content], erased: str) -> str:
+    """Return the mean change of the accuracy in each attribute but the erased one, in points.
+
+    Each change is the mean over the training seeds of after minus before, on the images of the
+    groups `retained` and `unseen` with equal weights.
+    """
+    changes: dict[str, list[float]] = {}
+    for one in group:
+        for row in one["evaluation"]["results"]:
+            metric, _, attribute = row["metric"].partition("_")
+            if metric == "accuracy" and attribute != erased and row["group"] in BESIDE:
+                changes.setdefault(attribute, []).append(
+                    row["after"]["value"] - row["before"]["value"]
+                )
+    return "; ".join(f"{name} {100 * np.mean(v):+.1f}" for name, v in changes.items()) or "-"
 
 
 def _gap(group: Sequence[Content], name: str) -> str:
@@ -298,6 +320,8 @@ EXPLANATION = """* Success: the share of attacked prompts whose image shows the 
 * Never learned: the same attack on a model that was trained without any image of the concept.
 * Excess recovery: the success on the erased model minus that on the model that never learned, by
   prompt. Zero means that the attack finds nothing that the erasure left.
+* Other attributes: what the prompts state beside the attribute of the concept. The points are the
+  accuracy after the erasure minus that before.
 * Gap to retraining: the distance of the noise predictions from those of the model that never
   learned, relative to the original's distance. 0 is that model, 1 is the original.
 
