@@ -134,7 +134,7 @@ def test_the_same_change_comes_out_of_each_file(
 ) -> None:
     """By the formula of kohya's readers, by our reader, and by PEFT's layers in diffusers."""
     kohya = tmp_path / "kohya.safetensors"
-    lora_files.save(shared_tiny, [factors], kohya, kohya=True)
+    lora_files.save(shared_tiny, [factors], kohya, naming="kohya")
     assert {float(v) for k, v in load_file(kohya).items() if k.endswith("alpha")} == {ALPHA}
     by_formula = kohya_changes(kohya)
     pipe = plain(FOLDER)
