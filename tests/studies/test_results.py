@@ -14,6 +14,7 @@ import yaml
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
 from studies import guidance, leaderboard, render_results, result_tables, runs
+from studies.rendering import excess_recovery
 from studies.rendering.common import LIMITS
 from studies.result_tables import Results
 from tests.conftest import ROOT
@@ -23,7 +24,8 @@ STUDIES = [
     path.stem
     for path in (ROOT / "studies" / "configs").glob("*.yaml")
     if ("\nentries:" in path.read_text() or "\nattack:" in path.read_text())
-    and path.stem != "excess_recovery"  # its results are evaluations and attacks, not runs
+    # their results are evaluations and attacks, not runs
+    and path.stem not in excess_recovery.STUDIES
 ]
 TABLES = {path.name.split(".")[0]: path for path in sorted(RESULTS.glob("*.jsonl.xz"))}
 
