@@ -111,6 +111,7 @@ def choose(results: Results, study: Mapping[str, Any], entry: str, *, work: Path
             "model": entry,
             "label": erasure["label"],
             "concept": select["concept"],
+            "seeds": select["seeds"],
             "grid": scores,
             "settings": settings,
             "environment": provenance.describe(),

@@ -145,7 +145,12 @@ def test_selection_seeds_are_not_reported() -> None:
             for task, case in itertools.product(study["tasks"], study["cases"]):
                 runs.recipe_of(guidance.case(study, task, case), {}, study["seed"])
             continue
-        if "concepts" in study:  # a study of `erase CONCEPT` at its own setting
+        if "concepts" in study:  # a setting is its own, or chosen on a concept that is not reported
+            select = study.get("select")
+            if select:
+                assert select["concept"] not in study["concepts"]
+                assert not set(select["seeds"]) & set(study["seeds"])
+                assert select["image_seed"] != suites.load(select["suite"]).seed
             continue
         if "runs" in study:  # recipes at their own settings
             for run in study["runs"].values():
@@ -161,7 +166,7 @@ def test_selection_seeds_are_not_reported() -> None:
             "nothing is chosen by the images that are reported"
         )
         for entry in study["entries"].values():
-            if "guard" in entry:  # a safeguard has no recipe
+            if "guard" in entry or "model" in entry:  # nothing is trained
                 continue
             for point in study["grids"][entry["grid"]] if entry.get("grid") else [{}]:
                 changes = {**entry.get("set", {}), **point}
