@@ -4,7 +4,8 @@ The step is MUNBa's with the losses `anchor` (forget) and `distill` (retain) and
 three steps, which train the same parameters in turn, on the same batches:
 
 * floor: two predictions by a frozen copy of the UNet, forward and backward pass of each objective,
-  MUNBa's combination with its Gram matrix in float64, Adam. Drawing the batches is not counted.
+  MUNBa's combination with its Gram matrix in float64, Adam. Drawing the batches is not counted. A
+  LoRA has the forward pass of peft's layers.
 * engine: the package's step, with drawing, checks and the log.
 * one pass: the same with `training.one_pass: on`.
 
@@ -28,7 +29,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +47,7 @@ from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.families.sd import StableDiffusion
 from concept_eraser.models.loading import load
 from concept_eraser.models.lora import Adapter, layers_of
+from concept_eraser.recipes.defaults import LORA_LAYERS
 from concept_eraser.recipes.selections import select
 from concept_eraser.storage.writers import write_text
 from concept_eraser.tiny import published
@@ -57,10 +60,13 @@ from studies.rendering.common import fill_blocks
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "floor.json", HERE / "README.md"
 PIXELS = {"tiny": 64, "sd14-64": 64, "sd14-128": 128, "sd14-256": 256}
-TRAINED: dict[str, tuple[str, int | None]] = {  # -> the selection, and the rank of a LoRA
-    "cross-attention": ("cross_attention", None),
-    "all weights": ("all", None),
-    "LoRA, rank 64": ("all", 64),
+Precision = Literal["fp32", "bf16"]
+# -> the selection, the rank of a LoRA, and the precision
+TRAINED: dict[str, tuple[str, int | None, Precision]] = {
+    "cross-attention": ("cross_attention", None, "fp32"),
+    "all weights": ("all", None, "fp32"),
+    "LoRA, rank 64": ("all", 64, "fp32"),
+    "default LoRA, bf16": (LORA_LAYERS, 64, "bf16"),
 }
 STEPS = ("floor", "engine", "one pass")
 LEFT_OUT = 2  # first repetitions, which allocate memory and choose kernels
@@ -108,20 +114,22 @@ class Floor:
     student: Any
     teacher: Any
     params: list[Tensor]
+    precision: Precision = "fp32"
 
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.Adam(self.params, lr=LR)
 
     def gradient(self, draw: DenoiserDraw, condition: Condition) -> tuple[Tensor, ...]:
         """Return the gradient of the squared distance to the teacher's prediction."""
-        with torch.no_grad():
-            target = self.teacher(
-                draw.noisy, draw.t, encoder_hidden_states=condition.tensors["states"]
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
+            with torch.no_grad():
+                target = self.teacher(
+                    draw.noisy, draw.t, encoder_hidden_states=condition.tensors["states"]
+                ).sample
+            prediction = self.student(
+                draw.noisy, draw.t, encoder_hidden_states=draw.condition.tensors["states"]
             ).sample
-        prediction = self.student(
-            draw.noisy, draw.t, encoder_hidden_states=draw.condition.tensors["states"]
-        ).sample
-        loss = torch.nn.functional.mse_loss(prediction, target)
+            loss = torch.nn.functional.mse_loss(prediction.float(), target.float())
         return torch.autograd.grad(loss, self.params)
 
     def step(self, draws: Mapping[str, DenoiserDraw]) -> None:
@@ -143,11 +151,23 @@ class Floor:
         self.optimizer.zero_grad(set_to_none=True)
 
 
+@contextmanager
+def as_in_peft(adapter: Adapter | None) -> Iterator[None]:
+    """Let the layers of a LoRA compute as peft has them inside the context."""
+    layers = [] if adapter is None else [vars(layer) for layer in adapter.layers.values()]
+    own = [attributes.pop("forward") for attributes in layers]
+    try:
+        yield
+    finally:
+        for attributes, forward in zip(layers, own, strict=True):
+            attributes["forward"] = forward
+
+
 def steps_of(
     model: Model, trained: str, batch: int, folder: Path
 ) -> tuple[Denoiser, dict[str, Callable[[int], None]]]:
     """Return an eraser, and the three steps that train its parameters."""
-    selection, rank = TRAINED[trained]
+    selection, rank, precision = TRAINED[trained]
     teacher = copy.deepcopy(model.denoiser)
     names = select([name for name, _ in model.denoiser.named_parameters()], selection)
     adapter = None
@@ -159,7 +179,7 @@ def steps_of(
         for seed, (name, loss) in enumerate(OBJECTIVES.items())
     }
     eraser = Denoiser(model, objectives, adapter.tensors if adapter else names, adapter=adapter)
-    floor = Floor(eraser.module, teacher, list(eraser.trainable().values()))
+    floor = Floor(eraser.module, teacher, list(eraser.trainable().values()), precision)
     runs: dict[str, Callable[[int], None]] = {"floor": lambda step: None}
     modes: dict[str, Literal["on", "off"]] = {"engine": "off", "one pass": "on"}
     for name, mode in modes.items():
@@ -168,7 +188,7 @@ def steps_of(
         engine = Engine(
             eraser,
             Munba(),
-            Schedule(steps=1, batch_size=batch, lr=LR, one_pass=mode),
+            Schedule(steps=1, batch_size=batch, lr=LR, precision=precision, one_pass=mode),
             run_folder,
             Accelerator(cpu=True),
         )
@@ -187,7 +207,12 @@ def steps_of(
         )
 
     runs["drawing"] = draw
-    runs["floor"] = lambda step: floor.step(draws)
+
+    def plain(step: int) -> None:
+        with as_in_peft(adapter):
+            floor.step(draws)
+
+    runs["floor"] = plain
     return eraser, runs
 
 

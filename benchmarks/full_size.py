@@ -1,7 +1,7 @@
 """Take the path of a user on an architecture at full size: erase, generate, export, load elsewhere.
 
     make full-size                                     Stable Diffusion 1.4's architecture
-    python -m benchmarks.full_size --family sdxl       another one
+    python -m benchmarks.full_size --family sdxl       SDXL in bf16; --memory 14 limits each step
     python -m benchmarks.full_size --family tiny       the bundled model, to test this script
 
 The weights are random, so the images show nothing. Seconds, memory and files are those of a real
@@ -14,6 +14,9 @@ Every finished step is written to the JSON file at once, and is not repeated by 
 
 The steps "profile: ..." repeat a job under `benchmarks.profile_phases`, which finds the three
 largest costs of each phase. `--pixels 256` gives Stable Diffusion 1.4 a smaller image.
+
+SDXL has no single file, and its jobs are smaller: see JOBS. `--memory` ends a step that asks for
+more, in GB, and its row says so. `--clean` removes models and runs afterwards.
 """
 
 from __future__ import annotations
@@ -21,24 +24,27 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 
 from benchmarks import profile_phases
 from concept_eraser.storage.writers import write_text
-from concept_eraser.tiny import published
+from concept_eraser.tiny import families, published
 from concept_eraser.utils import provenance
 
 OUTPUT = Path(__file__).parent / "full_size.json"
-PIXELS = {"sd14": 512, "sdxl": 512, "tiny": 64}
+PIXELS = {"sd14": 512, "sdxl": 256, "tiny": 64, "tiny-sdxl": 16}
 COMMAND = [sys.executable, "-m", "concept_eraser"]
 LIBRARIES = "import diffusers, transformers, peft, accelerate, concept_eraser.api"
 FEW = [
@@ -49,12 +55,23 @@ FEW = [
     "training.batch_size=1",
 ]
 PROMPTS = {"forget": "a church", "retain": "a golf ball"}  # a prompt set of one prompt each
+BF16 = ["training.precision=bf16", "training.frozen=bf16", "generation.precision=bf16"]
 # Adam's state of all weights needs more than 24 GB of memory in all. Adafactor's fits.
-JOBS = {
-    "LoRA on all layers": [],
+SD_JOBS = {
+    "default LoRA": [],
+    "LoRA of rank 16, batch of 4": ["--lora", "16", "training.batch_size=4"],
     "cross-attention": ["--select", "cross_attention"],
     "all weights, Adafactor": ["--select", "all", "training.optimizer=adafactor"],
 }
+SDXL_JOBS = {
+    "LoRA of rank 4": ["--lora", "4", *BF16],
+    "keys and values, Adafactor": [
+        *("--select", "cross_attention_kv", "training.optimizer=adafactor", "finish=none"),
+        *BF16,
+    ],
+}
+# by family; the first one is a LoRA, which is exported
+JOBS = {"sd14": SD_JOBS, "tiny": SD_JOBS, "sdxl": SDXL_JOBS, "tiny-sdxl": SDXL_JOBS}
 
 
 @dataclass(frozen=True)
@@ -62,50 +79,80 @@ class Place:
     """The files of one call.
 
     Attributes:
-        family: The architecture: sd14, sdxl or tiny.
+        family: The architecture, one of PIXELS.
         folder: Where models and runs lie.
         pixels: The width and height of the images.
+        memory: The largest memory of a step in GB, or None.
     """
 
     family: str
     folder: Path
     pixels: int
+    memory: float | None = None
+
+    @property
+    def jobs(self) -> dict[str, list[str]]:
+        return JOBS[self.family]
+
+    @property
+    def lora(self) -> str:
+        """The job that is exported."""
+        return next(iter(self.jobs))
+
+    @property
+    def is_sdxl(self) -> bool:
+        return self.family.endswith("sdxl")
 
     @property
     def model(self) -> str:
         if self.family == "tiny":
             return "tiny-sd"
-        small = "" if self.pixels == PIXELS[self.family] else f"_{self.pixels}"
-        return str(self.folder / f"{self.family}{small}")
+        return str(self.folder / f"{self.family}{self._small}")
+
+    @property
+    def _small(self) -> str:
+        return "" if self.pixels == PIXELS[self.family] else f"_{self.pixels}"
 
     def run(self, job: str) -> Path:
-        return self.folder / f"run_{re.sub('[^a-z]+', '_', job.lower())}"
+        name = re.sub("[^a-z0-9]+", "_", job.lower())
+        return self.folder / f"run_{self.family}{self._small}_{name}"
 
 
 # A process begins with the largest resident set of the one that forked it. So a small one does.
+# The limit is that of private memory; pages of mapped files do not count.
 LAUNCHER = """
 import resource, subprocess, sys
-code = subprocess.call(sys.argv[2:])
+if limit := int(sys.argv[2]):
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+code = subprocess.call(sys.argv[3:])
 peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 open(sys.argv[1], "w").write(str(peak))
 sys.exit(code)
 """
 
 
-def measure(words: list[str], folder: Path) -> dict[str, Any]:
+class BeyondLimit(Exception):
+    """A step asked for more memory than its limit."""
+
+
+def measure(words: list[str], place: Place) -> dict[str, Any]:
     """Run a process to its end. Returns seconds, peak memory in MB, and what it printed.
 
-    Raises SystemExit with the end of its output where it fails.
+    Raises:
+        BeyondLimit: It asked for more memory than allowed.
+        SystemExit: It failed, with the end of its output.
     """
-    peak = folder / "peak.txt"
+    peak, limit = place.folder / "peak.txt", str(int((place.memory or 0) * 2**30))
     start = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-S", "-c", LAUNCHER, str(peak), *words],
+        [sys.executable, "-S", "-c", LAUNCHER, str(peak), limit, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     if result.returncode != 0:
+        if place.memory and re.search("allocate memory|MemoryError|bad_alloc", result.stdout):
+            raise BeyondLimit
         raise SystemExit(
             f"{' '.join(words)} ended with {result.returncode}:\n{result.stdout[-2000:]}"
         )
@@ -123,15 +170,37 @@ def size(path: Path) -> float:
 
 
 def make_checkpoint(place: Place) -> dict[str, Any]:
-    """Save the architecture with random weights, in fp16 as published checkpoints are."""
+    """Save the architecture with random weights, in half precision as published checkpoints are.
+
+    SDXL is made and saved in bf16, the others in fp16.
+    """
     start = time.monotonic()
-    if place.family != "tiny":
-        torch.manual_seed(0)
-        pipeline = published.MADE[place.family][1]().to(torch.float16)
-        if place.family == "sd14":
-            pipeline.unet.register_to_config(sample_size=place.pixels // pipeline.vae_scale_factor)
+    if place.family == "tiny-sdxl":
+        families.build("sdxl", Path(place.model))
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(
+            place.model, torch_dtype=torch.bfloat16
+        )
         pipeline.save_pretrained(place.model)
+    elif place.family != "tiny":
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if place.is_sdxl else torch.float16
+        with _default_dtype(torch.bfloat16 if place.is_sdxl else torch.float32):
+            pipeline = published.MADE[place.family][1]()
+        pipeline = pipeline.to(dtype)
+        pipeline.unet.register_to_config(sample_size=place.pixels // pipeline.vae_scale_factor)
+        pipeline.save_pretrained(place.model, max_shard_size="1GB")
     return {"seconds": round(time.monotonic() - start, 1)}
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors in a precision, so that a large model is never there in fp32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def estimates(text: str) -> dict[str, float]:
@@ -150,13 +219,13 @@ def estimates(text: str) -> dict[str, float]:
 
 def dry_run(place: Place, job: str) -> dict[str, Any]:
     words = [*COMMAND, "erase", *_settings(place, job), "--dry-run", "--no-two-steps"]
-    result = measure(words, place.folder)
+    result = measure(words, place)
     return {**result, **estimates(result["text"])}
 
 
 def erase(place: Place, job: str) -> dict[str, Any]:
     words = [*COMMAND, "erase", *_settings(place, job), "-o", str(place.run(job))]
-    result = measure([*words, "--resume"], place.folder)
+    result = measure([*words, "--resume"], place)
     log_lines = (place.run(job) / "log.jsonl").read_text().splitlines()
     steps = [json.loads(line)["seconds"] for line in log_lines]
     return {**result, "step_seconds": steps, "disk_mb": size(place.run(job))}
@@ -167,35 +236,37 @@ def profile(place: Place, job: str) -> dict[str, Any]:
     file, run = place.folder / "phases.json", f"{place.run(job)}_profiled"
     erasing = ["erase", *_settings(place, job), "-o", run, "--overwrite", "--quiet"]
     words = [sys.executable, "-m", "benchmarks.profile_phases", str(file), *erasing]
-    result = measure(words, place.folder)
+    result = measure(words, place)
     return {**result, "phases": json.loads(file.read_text())}
 
 
 def _settings(place: Place, job: str) -> list[str]:
-    pixels = [f"model_options.size={place.pixels}"] if place.family == "sdxl" else []
     forget, retain = (place.folder / f"{name}.txt" for name in PROMPTS)
     prompts = ["--forget", str(forget), "--anchor", "a field", "--retain", str(retain)]
-    return ["--model", place.model, *prompts, *JOBS[job], *FEW, *pixels]
+    return ["--model", place.model, *prompts, *FEW, *place.jobs[job]]
 
 
 def generate(place: Place) -> dict[str, Any]:
     prompts = ["--prompt", "a church", "--prompt", "a golf ball", "--steps", "2", "-n", "1"]
     output = ["--overwrite", "-o", str(place.folder / "images")]
-    run = str(place.run("LoRA on all layers"))
-    return measure([*COMMAND, "generate", run, *prompts, *output], place.folder)
+    run = str(place.run(place.lora))
+    return measure([*COMMAND, "generate", run, *prompts, *output], place)
 
 
 def export(place: Place, kind: str) -> dict[str, Any]:
     path = place.folder / {"kohya": "kohya.safetensors", "single-file": "single.safetensors"}[kind]
-    words = [*COMMAND, "export", str(place.run("LoRA on all layers")), "--to", kind]
-    result = measure([*words, "-o", str(path)], place.folder)
+    words = [*COMMAND, "export", str(place.run(place.lora)), "--to", kind]
+    result = measure([*words, "-o", str(path)], place)
     return {**result, "disk_mb": size(path)}
 
 
+# one pipeline after the other, so that only one is in memory; without a single file that part is
+# left out
 COMPARE = """
 import sys, json, torch, diffusers
 import concept_eraser
-model, run, kohya, single, pixels = sys.argv[1:6]
+model, run, kohya, single, pixels, dtype = sys.argv[1:7]
+dtype = getattr(torch, dtype)
 def image(pipe):
     pipe.set_progress_bar_config(disable=True)
     pixels_ = {"height": int(pixels), "width": int(pixels)}
@@ -204,16 +275,19 @@ def image(pipe):
         ).round()).int()
 def plain():
     return diffusers.DiffusionPipeline.from_pretrained(model, safety_checker=None,
-        torch_dtype=torch.float32)
+        torch_dtype=dtype)
 def largest(one, other):
     return int((one - other).abs().max())
 images = {}
-pipe = plain(); images["original"] = image(pipe)
-pipe.load_lora_weights(run + "/lora"); images["lora"] = image(pipe)
-pipe = plain(); pipe.load_lora_weights(kohya); images["kohya"] = image(pipe)
+pipe = plain(); images["original"] = image(pipe); kind = type(pipe)
+for name, file in {"lora": run + "/lora", "kohya": kohya}.items():
+    pipe.load_lora_weights(file)
+    images[name] = image(pipe)
+    pipe.unload_lora_weights()
 del pipe
-single_pipe = type(plain()).from_single_file(single, config=model, torch_dtype=torch.float32)
-images["single-file"] = image(single_pipe)
+if single:
+    single_pipe = kind.from_single_file(single, config=model, torch_dtype=dtype)
+    images["single-file"] = image(single_pipe)
 print(json.dumps({"differences": {name: largest(images[name], images["lora"]) for name in images}}))
 """
 
@@ -221,34 +295,35 @@ print(json.dumps({"differences": {name: largest(images[name], images["lora"]) fo
 def compare(place: Place) -> dict[str, Any]:
     """Load LoRA, kohya file and single file in plain diffusers, and compare an image of each.
 
-    The differences are in levels of 255, from the image with the run's own LoRA.
+    The differences are in levels of 255, from the image with the run's own LoRA. SDXL is loaded in
+    bf16 and has no single file.
     """
     from concept_eraser.utils import resources
 
     is_tiny = place.family == "tiny"
     model = str(resources.tiny_weights() / "tiny-sd") if is_tiny else place.model
-    run = str(place.run("LoRA on all layers"))
-    files = [str(place.folder / "kohya.safetensors"), str(place.folder / "single.safetensors")]
-    words = [sys.executable, "-c", COMPARE, model, run, *files, str(place.pixels)]
-    result = measure(words, place.folder)
+    run, kohya = str(place.run(place.lora)), str(place.folder / "kohya.safetensors")
+    single = "" if place.is_sdxl else str(place.folder / "single.safetensors")
+    dtype = "bfloat16" if place.is_sdxl else "float32"
+    words = [sys.executable, "-c", COMPARE, model, run, kohya, single, str(place.pixels), dtype]
+    result = measure(words, place)
     return {**result, **json.loads(result["text"].splitlines()[-1])}
 
 
 def steps(place: Place) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the steps by name, in their order."""
-    lora = "LoRA on all layers"
+    single_file = {"export to single file": partial(export, place, "single-file")}
     return {
-        "libraries alone": partial(measure, [sys.executable, "-c", LIBRARIES], place.folder),
+        "libraries alone": partial(measure, [sys.executable, "-c", LIBRARIES], place),
         "make the checkpoint": partial(make_checkpoint, place),
-        **{f"dry run: {job}": partial(dry_run, place, job) for job in JOBS},
-        f"erase: {lora}": partial(erase, place, lora),
+        **{f"dry run: {job}": partial(dry_run, place, job) for job in place.jobs},
+        f"erase: {place.lora}": partial(erase, place, place.lora),
         "generate two images": partial(generate, place),
         "export to kohya": partial(export, place, "kohya"),
-        "export to single file": partial(export, place, "single-file"),
+        **({} if place.is_sdxl else single_file),
         "load in plain diffusers": partial(compare, place),
-        "erase: cross-attention": partial(erase, place, "cross-attention"),
-        "erase: all weights, Adafactor": partial(erase, place, "all weights, Adafactor"),
-        **{f"profile: {job}": partial(profile, place, job) for job in JOBS},
+        **{f"erase: {job}": partial(erase, place, job) for job in list(place.jobs)[1:]},
+        **{f"profile: {job}": partial(profile, place, job) for job in place.jobs},
     }
 
 
@@ -265,7 +340,7 @@ def run(place: Place, output: Path, names: Collection[str]) -> None:
         if name not in names or (place.family, place.pixels, name) in known:
             continue
         print(f"{place.family}: {name}", flush=True)
-        result = step()
+        result = _limited(step, place)
         result.pop("text", None)
         row = {"family": place.family, "pixels": place.pixels, "step": name, **result}
         row["commit"] = here["commit"]
@@ -276,21 +351,35 @@ def run(place: Place, output: Path, names: Collection[str]) -> None:
             print("\n".join(profile_phases.lines(row["phases"])), flush=True)
 
 
+def _limited(step: Callable[[], dict[str, Any]], place: Place) -> dict[str, Any]:
+    """Return the result of a step. One that asks for too much memory has the limit in its row."""
+    start = time.monotonic()
+    try:
+        return step()
+    except BeyondLimit:
+        return {"seconds": round(time.monotonic() - start, 1), "beyond_gb": place.memory}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--family", default="sd14", choices=PIXELS)
     parser.add_argument("--pixels", type=int, help="width and height of the images of sd14, sdxl")
-    parser.add_argument("--steps", default="", help="only these, joined by commas")
+    parser.add_argument("--steps", nargs="*", default=[], help="only these, each in quotes")
     parser.add_argument("--work", type=Path, default=Path("runs/full-size"))
     parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--memory", type=float, help="GB of private memory that a step may take")
+    parser.add_argument("--clean", action="store_true", help="remove models and runs afterwards")
     args = parser.parse_args()
-    place = Place(args.family, args.work.resolve(), args.pixels or PIXELS[args.family])
-    names = [name for name in args.steps.split(",") if name] or list(steps(place))
+    pixels = args.pixels or PIXELS[args.family]
+    place = Place(args.family, args.work.resolve(), pixels, memory=args.memory)
+    names = args.steps or list(steps(place))
     if unknown := [name for name in names if name not in steps(place)]:
         parser.error(f"unknown step {unknown[0]!r}; there are: {', '.join(steps(place))}")
     run(place, args.output, names)
+    if args.clean:
+        shutil.rmtree(place.folder)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ model without the LoRA. This is the frozen teacher.
 
 For a convolution with kernel k, down is one with the same kernel [rank, in, k, k] and up a 1x1
 [out, rank, 1, 1].
+
+A training step in fp32 adds (alpha / rank) up @ down to W where that is less work than the two
+products for each position (`is_sum_better`). The results are the same within rounding.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from concept_eraser.utils.errors import UserError
 
@@ -86,6 +91,68 @@ def layers_of(module: nn.Module, tensors: Iterable[str], *, conv: bool = False) 
     return layers
 
 
+def is_sum_better(shape: torch.Size, rank: int, positions: int) -> bool:
+    """Whether a training step is less work with the sum of the weight and its change.
+
+    The forward pass and the gradients of the input and the weights have one product each. For K
+    inputs and M outputs these are 3 positions x rank x (K + M) multiplications with two matrices.
+    The sum takes rank x K x M for itself and twice that for the gradients of the matrices. The
+    gradient of the whole weight adds positions x K x M.
+
+    Until the backward pass the sum is in memory, K x M, in place of the output of the first matrix,
+    positions x rank. It must not be larger.
+
+    Args:
+        shape: The shape of the layer's weight, [M, K] or [M, in, k, k].
+        rank: The rank of the LoRA.
+        positions: The number of vectors that the layer has as its output.
+    """
+    size, outputs, between = shape.numel(), shape[0], positions * rank
+    is_less_work = size * (positions + 3 * rank) < 3 * between * (size // outputs + outputs)
+    return is_less_work and size <= between
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    """Compute a layer with its LoRA, in place of peft's forward.
+
+    peft's multiplies by alpha / rank in a pass of its own, and converts x to fp32 and back.
+    """
+    base, down, up = layer.base_layer, layer.lora_A[_NAME], layer.lora_B[_NAME]
+    if layer._disable_adapters:
+        output: Tensor = base(x)
+        return output
+    scale, is_mixed = layer.scaling[_NAME], torch.is_autocast_enabled(x.device.type)
+    if _can_add(base, down, up) and torch.is_grad_enabled() and not is_mixed:
+        shape = base.weight.shape
+        positions = x.numel() // x.shape[1 if isinstance(base, nn.Conv2d) else -1]
+        if isinstance(base, nn.Conv2d):
+            positions //= base.stride[0] * base.stride[1]
+        if is_sum_better(shape, down.weight.shape[0], positions):
+            flat = torch.addmm(
+                base.weight.flatten(1), up.weight.flatten(1), down.weight.flatten(1), alpha=scale
+            )
+            weight = flat.view(shape)
+            if isinstance(base, nn.Conv2d):
+                return base._conv_forward(x, weight, base.bias)
+            return F.linear(x, weight, base.bias)
+    output = base(x)
+    change = up(down(x if is_mixed else x.to(down.weight.dtype)))
+    return torch.add(output, change, alpha=scale).to(output.dtype)
+
+
+def _can_add(*layers: nn.Module) -> bool:
+    """Whether nothing depends on calling a layer and the two of its LoRA, and all are in fp32.
+
+    Training in one pass replaces their forward pass, and others may have hooks on them.
+    """
+    return all(
+        type(layer) in (nn.Linear, nn.Conv2d)
+        and layer.weight.dtype == torch.float32
+        and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+        for layer in layers
+    )
+
+
 class Adapter:
     """A LoRA in training on a module's layers, until `remove` or `merge`.
 
@@ -122,6 +189,8 @@ class Adapter:
             factor = module.get_parameter(name)
             factor.data = factor.data.float()
         self.layers: dict[str, Any] = {name: module.get_submodule(name) for name in self.original}
+        for layer in self.layers.values():
+            vars(layer)["forward"] = MethodType(_forward, layer)
         # peft's attribute on the module, which would remain without the layers
         module.__dict__.pop("peft_config", None)
 
@@ -168,6 +237,8 @@ class Adapter:
 
     def remove(self) -> None:
         """Restore the module's own layers."""
+        for layer in self.layers.values():
+            vars(layer).pop("forward", None)
         for name, layer in self.original.items():
             owner, _, attribute = name.rpartition(".")
             setattr(self.module.get_submodule(owner), attribute, layer)

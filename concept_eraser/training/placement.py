@@ -5,10 +5,10 @@ prompts of all examples, the denoiser generates their images, and the VAE decode
 Then the device holds the parts that the losses need. The other parts are on the CPU.
 
 Frozen weights of linear layers and convolutions (all others are small) may be in bf16. They do not
-change, and the forward pass is in bf16 anyway. Their fp32 values are stored on the CPU and restored
-at the end, so that an erased model differs from the original in the trained weights only. The VAE
-stays in fp32. Its 84 million weights are small beside its activations, and the losses compare its
-latents.
+change, and the forward pass is in bf16 anyway. Their values are stored on the CPU and restored at
+the end, so that an erased model differs from the original in the trained weights only. Values that
+a checkpoint had in half precision are stored in it. The VAE stays in fp32. Its 84 million weights
+are small beside its activations, and the losses compare its latents.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Placement:
         self.model, self.checkpointing, self.offload = model, checkpointing, offload
         self.frozen = frozen
         self.away: list[str] = []  # parts on the CPU
-        # fp32 values of narrowed weights, by part and name
-        self._wide: dict[str, dict[str, Tensor]] = {}
+        # values of narrowed weights, by part and name
+        self._originals: dict[str, dict[str, Tensor]] = {}
 
     def narrow(self, names: Iterable[str]) -> None:
         """Convert the frozen weights of denoiser and text encoders to bf16, if the recipe says so.
@@ -58,8 +58,9 @@ class Placement:
             return
         trained_names = set(names)
         for part, name, weight in narrowable_of(self.model, trained_names):
-            self._wide.setdefault(part, {})[name] = weight.data.to(CPU)
-            weight.data = weight.data.to(torch.bfloat16)
+            narrow = weight.data.to(torch.bfloat16)
+            self._originals.setdefault(part, {})[name] = _without_loss(weight.data, narrow).to(CPU)
+            weight.data = narrow
         self.model.frozen_dtype = self.model.reader_dtype = torch.bfloat16
 
     def arrive(self, device: torch.device) -> None:
@@ -100,15 +101,23 @@ class Placement:
         if self.checkpointing:
             self.model.checkpoint(False)
         self.model.working = None
-        if self.offload or self._wide:
+        if self.offload or self._originals:
             self.model.to(CPU)
-        for part, values in self._wide.items():
+        for part, values in self._originals.items():
             weights = dict(narrowable(self.model.parts[part]))
             for name, value in values.items():
-                weights[name].data = value
-        if self._wide:
+                weights[name].data = value.float()
+        if self._originals:
             self.model.frozen_dtype = self.model.reader_dtype = None
-        self._wide, self.away = {}, []
+        self._originals, self.away = {}, []
+
+
+def _without_loss(value: Tensor, bf16: Tensor) -> Tensor:
+    """Return a weight in half precision if that has the same numbers, else the weight itself."""
+    for narrow in (bf16, value.to(torch.float16)):
+        if torch.equal(narrow.to(value.dtype), value):
+            return narrow
+    return value
 
 
 def narrowable_of(model: Any, excluded_names: Iterable[str] = ()) -> list[tuple[str, str, Tensor]]:

@@ -80,7 +80,7 @@ def full_size_page(content: dict[str, Any]) -> str:
                 [
                     row["step"],
                     f"{row['seconds']:.0f}",
-                    "" if memory is None else str(memory),
+                    f"beyond {row['beyond_gb']:g} GB" if "beyond_gb" in row else str(memory or ""),
                     "" if memory is None or libraries is None else str(memory - libraries),
                     f"{plan['memory_estimate_mb']} MB" if plan else "",
                     _disk(row, plan),

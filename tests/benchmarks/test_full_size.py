@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from benchmarks import full_size, profile_phases
@@ -23,7 +27,7 @@ def place_of(folder: Path) -> full_size.Place:
     return place
 
 
-@pytest.mark.parametrize("job", full_size.JOBS)
+@pytest.mark.parametrize("job", ["default LoRA", "cross-attention", "all weights, Adafactor"])
 def test_the_estimates_of_each_dry_run_are_read(job: str, tmp_path: Path) -> None:
     words = full_size._settings(place_of(tmp_path), job)
     result = CliRunner().invoke(app, ["erase", *words, "--dry-run", "--no-two-steps"])
@@ -38,15 +42,60 @@ def test_the_estimates_of_each_dry_run_are_read(job: str, tmp_path: Path) -> Non
 
 def test_memory_and_errors_are_those_of_the_process(tmp_path: Path) -> None:
     script = "x = bytearray(b'1') * ({size} << 20); print('end')"
+    place = full_size.Place("tiny", tmp_path, 64)
     small, large = (
-        full_size.measure([sys.executable, "-c", script.format(size=size)], tmp_path)
+        full_size.measure([sys.executable, "-c", script.format(size=size)], place)
         for size in (1, 100)
     )
     assert large["text"] == "end\n"
     assert small["memory_mb"] < 50, "the test's own memory does not count"
     assert 90 < large["memory_mb"] - small["memory_mb"] < 110
     with pytest.raises(SystemExit, match="ended with 3"):
-        full_size.measure([sys.executable, "-c", "raise SystemExit(3)"], tmp_path)
+        full_size.measure([sys.executable, "-c", "raise SystemExit(3)"], place)
+    limited = replace(place, memory=0.05)
+    full_size.measure([sys.executable, "-c", script.format(size=1)], limited)
+    step = partial(full_size.measure, [sys.executable, "-c", script.format(size=100)], limited)
+    assert full_size._limited(step, limited)["beyond_gb"] == 0.05
+
+
+def test_the_steps_of_sdxl_run_on_a_tiny_one_in_bf16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each command is called in this process, which saves the time of importing the libraries."""
+    place = full_size.Place("tiny-sdxl", tmp_path, full_size.PIXELS["tiny-sdxl"])
+
+    def call(words: list[str], place: full_size.Place) -> dict[str, Any]:
+        if words[1] == "-c":
+            monkeypatch.setattr(sys, "argv", words[2:])
+            capsys.readouterr()
+            exec(words[2], {})
+            text = capsys.readouterr().out
+        else:
+            result = CliRunner().invoke(app, words[len(full_size.COMMAND) :])
+            assert result.exit_code == 0, result.output
+            text = result.output
+        return {"seconds": 0.0, "memory_mb": 1, "text": text}
+
+    monkeypatch.setattr(full_size, "measure", call)
+    left_out = ("profile", "dry run")  # the steps of the bundled model test these
+    names = [name for name in full_size.steps(place) if not name.startswith(left_out)]
+    output = tmp_path / "full_size.json"
+    full_size.run(place, output, names)
+    content = json.loads(output.read_text())
+    rows = {row["step"]: row for row in content["rows"]}
+    assert list(rows) == names
+    stored = load_file(Path(place.model) / "unet" / "diffusion_pytorch_model.safetensors")
+    assert {value.dtype for value in stored.values()} == {torch.bfloat16}
+    for job in full_size.SDXL_JOBS:
+        assert len(rows[f"erase: {job}"]["step_seconds"]) == 2
+    differences = rows["load in plain diffusers"]["differences"]
+    assert differences["lora"] == 0
+    assert differences["kohya"] <= 1
+    assert differences["original"] > differences["kohya"]
+    content["rows"].append({**rows["libraries alone"], "step": "too large", "beyond_gb": 14})
+    page = benchmarks.full_size_page(content)
+    assert "## tiny-sdxl, 16 x 16" in page
+    assert "| too large | 0 | beyond 14 GB |" in page
 
 
 def test_the_costs_of_a_phase_are_its_operators_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +133,11 @@ def test_every_step_runs_on_the_bundled_model(tmp_path: Path) -> None:
     assert differences["original"] > 10
     assert max(differences["kohya"], differences["single-file"]) <= 2
     page = benchmarks.full_size_page(content)
-    assert "| erase: LoRA on all layers |" in page
+    assert "| erase: default LoRA |" in page
     profiles = [row["phases"] for row in content["rows"] if "phases" in row]
-    assert len(profiles) == len(full_size.JOBS)
+    assert len(profiles) == len(full_size.SD_JOBS)
     assert set(profiles[0]) == set(profile_phases.PHASES)
     assert all("training step" in one for one in profiles), "images may be in the cache"
-    assert page.count("| training step |") == len(full_size.JOBS)
+    assert page.count("| training step |") == len(full_size.SD_JOBS)
     full_size.run(place, output, names)
     assert json.loads(output.read_text())["rows"] == content["rows"]

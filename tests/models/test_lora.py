@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import concept_eraser
 from concept_eraser import UserError, registry
 from concept_eraser.cli.main import app
-from concept_eraser.models.lora import Adapter, layers_of
+from concept_eraser.models.lora import Adapter, is_sum_better, layers_of
 from tests.conftest import short
 from tests.processes import Command, run_command
 from tests.small_model import small_sd
@@ -165,6 +165,45 @@ def test_other_settings(change: dict, tmp_path: Path, shared_small) -> None:
     pipe.load_lora_weights(str(result.folder / "lora"))
     assert apart(rendered_image(pipe), image) <= 1
     assert apart(shared_small.sample(["a red star"], **SAMPLING)[0], image) > 1
+
+
+@pytest.mark.parametrize(("rank", "adds"), [(2, False), (64, True)])
+def test_the_forward_pass_is_that_of_peft(rank: int, adds: bool) -> None:
+    """Output and gradients, with two products for each position and with the sum of the weights."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Conv2d(8, 12, 3, stride=2, padding=1), torch.nn.Flatten())
+    module.append(torch.nn.Linear(12 * 4 * 4, 40))
+    module.requires_grad_(False)
+    adapter = Adapter(module, ["0", "2"], rank=rank, alpha=3, seed=0)
+    params = [module.get_parameter(name) for name in adapter.tensors]
+    assert len(params) == 4
+    with torch.no_grad():
+        for value in params:
+            value.normal_(0, 0.1)
+    x = torch.randn(256, 8, 8, 8, requires_grad=True)
+    sizes = {"0": (module[0].base_layer.weight.shape, 256 * 4 * 4), "2": ((40, 192), 256)}
+    for shape, positions in sizes.values():
+        assert is_sum_better(torch.Size(shape), rank, positions) is adds
+
+    def results(*, bf16: bool = False) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            output = module(x)
+        gradients = torch.autograd.grad(output.square().mean(), [x, *params])
+        return [output.detach(), *gradients]
+
+    own, own_bf16 = results(), results(bf16=True)
+    with torch.no_grad():
+        inference = module(x)
+    for layer in adapter.layers.values():
+        del vars(layer)["forward"]
+    for mine, of_peft in zip(own, results(), strict=True):
+        torch.testing.assert_close(mine, of_peft, rtol=1e-4, atol=1e-6)
+    for mine, of_peft in zip(own_bf16, results(bf16=True), strict=True):
+        assert float((mine - of_peft).norm() / of_peft.norm()) < 2**-7, "a rounding of bf16"
+    with torch.no_grad():
+        torch.testing.assert_close(inference, module(x))
+    adapter.remove()
+    assert "forward" not in vars(module[0])
 
 
 def test_the_teacher_is_the_model_without_the_lora(tiny, shared_tiny) -> None:

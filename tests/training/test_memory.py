@@ -117,6 +117,28 @@ def test_frozen_weights_come_back_bit_by_bit(tiny: Any, tmp_path: Path, lora: bo
     assert tiny.frozen_dtype is None
 
 
+def test_values_of_a_half_precision_checkpoint_wait_in_half_precision(tiny: Any) -> None:
+    """The bundled checkpoint is in fp16. All values come back bit by bit."""
+    weights = dict(narrowable(tiny.denoiser))
+    rounded, full, *others = weights
+    with torch.no_grad():
+        weights[rounded].copy_(weights[rounded].to(torch.bfloat16))
+        weights[full].fill_(torch.finfo(torch.float32).max)  # infinite in half precision
+    before = {name: weight.clone() for name, weight in weights.items()}
+    placement = Placement(tiny, frozen="bf16")
+    try:
+        placement.narrow([])
+        waiting = {name: value.dtype for name, value in placement._originals["denoiser"].items()}
+        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    finally:
+        placement.undo()
+    assert (waiting[rounded], waiting[full]) == (torch.bfloat16, torch.float32)
+    assert {waiting[name] for name in others} == {torch.float16}
+    after = dict(narrowable(tiny.denoiser))
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert {value.dtype for value in after.values()} == {torch.float32}
+
+
 def test_a_failed_run_leaves_the_model_as_it_was(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
