@@ -26,15 +26,12 @@ from concept_eraser.training.distributed import sharding
 from concept_eraser.training.log import Log, describe_gram, peak_memory
 from concept_eraser.training.stopping import Stops
 from concept_eraser.training.trackers import Trackers
-from concept_eraser.utils import distributed, heap
+from concept_eraser.utils import distributed
 from concept_eraser.utils.errors import Interrupted, UserError
 from concept_eraser.utils.extras import import_from_extra
 from concept_eraser.utils.progress import Progress, silent
 from concept_eraser.utils.provenance import derive_seed
 
-# Bytes of weights from which on freed memory of the heap is returned. A smaller model uses it again
-# in each pass, and its passes are short beside the time for getting it back.
-LARGE = 2**30
 MAX_SKIPPED = 10  # steps in a row without a finite loss until the run stops
 
 
@@ -123,8 +120,6 @@ class Engine:
         self.params = {**self.eraser.trainable(), **self.eraser.scratch()}
         self.trained_count = len(self.params)
         self._require_same_start()
-        weights = self.eraser.module.parameters()
-        self.is_large = sum(one.numel() * one.element_size() for one in weights) >= LARGE
         self.one_pass = one_pass.choose(
             self.eraser,
             one_pass.Setting(
@@ -411,11 +406,8 @@ class Engine:
     def _autocast(self) -> AbstractContextManager[Any]:
         """Use bf16 in the forward pass.
 
-        Weights, gradients and inner products stay in fp32 or better. Before each pass of a large
-        model, freed memory of the heap is returned.
+        Weights, gradients and inner products stay in fp32 or better.
         """
-        if self.is_large:
-            heap.return_free()
         return torch.autocast(
             self.accelerator.device.type, torch.bfloat16, enabled=self.schedule.precision == "bf16"
         )
