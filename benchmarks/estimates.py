@@ -41,7 +41,6 @@ TRAINED = {
 # far beyond any of these cards; Z-Image has no cross-attention
 WITHOUT = {(name, "full") for name in ("sd35", "flux", "klein", "zimage", "qwenimage")}
 WITHOUT |= {("zimage", "cross-attention"), ("qwenimage", "cross-attention")}
-WITHOUT |= {("qwenimage", "LoRA, rank 64, all layers")}
 
 
 def recipe(name: str, weights: str, preset: str) -> recipes.Recipe:
