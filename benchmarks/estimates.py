@@ -1,7 +1,7 @@
 """Estimate the memory of the presets for published architectures: python -m benchmarks.estimates
 
 It writes estimates.json and the table of docs/memory.md. Nothing is measured and no weights are
-needed. It takes a quarter of an hour on one core.
+needed. It takes half an hour on one core.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ MODELS = {
     "sdxl": ("SDXL", 1024),
     "sd35": ("Stable Diffusion 3.5 medium", 512),
     "flux": ("Flux.1 dev", 512),
+    "pixart": ("PixArt-alpha", 1024),
+    "sana": ("Sana 1.6B", 1024),
+    "klein": ("Flux.2 Klein 4B", 1024),
+    "zimage": ("Z-Image", 1024),
+    "qwenimage": ("Qwen-Image", 1024),
 }
 TRAINED = {
     "full": {"select": "all"},
@@ -33,7 +38,9 @@ TRAINED = {
     "LoRA, rank 16": {"select": "all", "lora": 16},
     "LoRA, rank 64, all layers": {"select": "all", "lora": {"rank": 64, "conv": True}},
 }
-WITHOUT = {("sd35", "full"), ("flux", "full")}  # far beyond any of these cards
+# far beyond any of these cards; Z-Image has no cross-attention
+WITHOUT = {(name, "full") for name in ("sd35", "flux", "klein", "zimage", "qwenimage")}
+WITHOUT |= {("zimage", "cross-attention"), ("qwenimage", "cross-attention")}
 
 
 def recipe(name: str, weights: str, preset: str) -> recipes.Recipe:

@@ -28,6 +28,11 @@ MODELS = {
     "sdxl": "SDXL",
     "sd35": "Stable Diffusion 3.5 medium",
     "flux": "Flux.1 dev",
+    "pixart": "PixArt-alpha",
+    "sana": "Sana 1.6B",
+    "klein": "Flux.2 Klein 4B",
+    "zimage": "Z-Image",
+    "qwenimage": "Qwen-Image",
 }
 RANKS = (4, 16, 64)
 DEFAULT_RANK = 64
@@ -88,12 +93,16 @@ def table(models: Sequence[str] = tuple(MODELS)) -> str:
         "| --- |" + " --- |" * (len(RANKS) + 3),
     ]
     for (name, selection), one in sizes.items():
-        megabytes = " | ".join(f"{one.megabytes(rank):.3g}" for rank in RANKS)
+        megabytes = " | ".join(_number(one.megabytes(rank)) for rank in RANKS)
         lines.append(
             f"| {MODELS[name]} | {selection}, {one.layers} | {megabytes} | "
             f"{100 * one.share(DEFAULT_RANK):.1f} | {one.rank_of(share)} |"
         )
     return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def render(page: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from concept_eraser.concepts.known import KindName
-from concept_eraser.concepts.plan import BUNDLED, make_plan
+from concept_eraser.concepts.plan import BUNDLED, ErasurePlan, make_plan
 from concept_eraser.evaluation import retraining
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import cascade as cascades
@@ -264,29 +264,12 @@ def erase(
         "generation": generation,
         "memory": memory,
     }
-    name = model if source is None else _name_of(source)
-    overrides = [*overrides, *([f"save={save}"] if save is not None else [])]
-    names = concept_job.concept_names(recipe, kind=kind, anchor=anchor, images=images)
+    name = _name_of(source) if source is not None else None if model is None else str(model)
+    plan_concepts = _planner(recipe, name, kind=kind, anchor=anchor, images=images)
+    plan = plan_concepts() if plan_concepts is not None else None
     suite_texts = concept_job.suites_beside(recipe)
-    plan_concepts = partial(
-        make_plan,
-        names,
-        model=BUNDLED if name is None else str(name),
-        kind=kind,
-        anchors=[anchor] if isinstance(anchor, str) else list(anchor or ()),
-        images=images,
-    )
-    plan = plan_concepts() if names else None
-    objects: dict[str, Any] = {}
-    if plan is not None:
-        settings = {key: _plain(value) for key, value in keys.items() if value is not None}
-        content = concept_job.recipe_content(plan, settings, overrides)
-        overrides = ()
-    else:
-        content, objects = _without_objects(_content(recipe, keys))
-    if name is not None:
-        overrides = [*overrides, f"model={json.dumps(str(name))}"]
-    job = recipes.load(content, list(overrides))
+    saved_key = [f"save={save}"] if save is not None else []
+    job, objects = _resolve(recipe, keys, plan, name=name, overrides=[*overrides, *saved_key])
     folder_name = plan.folder_name if plan else job.fingerprint
     folder = Path(output) if output else Path("runs") / folder_name
     jobs.join(job)
@@ -310,7 +293,7 @@ def erase(
         loaded_model.configure(job.model_options)
         saved = job.weights_to_save(has_name=source is None and not allow_pickle)
         disk_estimate.check(job, loaded_model, folder, saved=saved)
-        if plan is not None and isinstance(loaded_model, Model):
+        if plan_concepts is not None and isinstance(loaded_model, Model):
             concept_job.require_text_encoder(loaded_model)
             plan = plan_concepts(text_encoder=loaded_model)
             suite_texts = concept_job.suite_texts(plan, folder)
@@ -348,6 +331,59 @@ def erase(
             output_folder.seal(folder)
             output_folder.remove_set_aside(folder)
         return Run(folder, job, summary["seconds"], loaded_model)
+
+
+def _planner(
+    recipe: Any,
+    model: str | None,
+    *,
+    kind: KindName | None,
+    anchor: str | Sequence[str] | None,
+    images: int | None,
+) -> Callable[..., ErasurePlan] | None:
+    """Return a function that plans the concepts which `recipe` names, or None for a recipe.
+
+    The plan has neighbours once the function is given the text encoder of the loaded model.
+    """
+    names = concept_job.concept_names(recipe, kind=kind, anchor=anchor, images=images)
+    if not names:
+        return None
+    return partial(
+        make_plan,
+        names,
+        model=BUNDLED if model is None else model,
+        kind=kind,
+        anchors=[anchor] if isinstance(anchor, str) else list(anchor or ()),
+        images=images,
+    )
+
+
+def _resolve(
+    recipe: Any,
+    keys: Mapping[str, Any],
+    plan: ErasurePlan | None,
+    *,
+    name: str | None,
+    overrides: Sequence[str],
+) -> tuple[Recipe, dict[str, Any]]:
+    """Return the recipe of a job, checked and complete, and its objects in memory by objective.
+
+    Args:
+        recipe: the recipe, or None if the keys are all of it. Concepts are in the plan.
+        keys: the keys of a recipe that were given as keywords; None for the others.
+        plan: the plan of the concepts, None for a recipe.
+        name: the name of the model, None for that of the recipe.
+        overrides: overrides of the recipe.
+    """
+    objects: dict[str, Any] = {}
+    if plan is not None:
+        settings = {key: _plain(value) for key, value in keys.items() if value is not None}
+        content = concept_job.recipe_content(plan, settings, overrides)
+        overrides = ()
+    else:
+        content, objects = _without_objects(_content(recipe, keys))
+    of_model = [f"model={json.dumps(name)}"] if name is not None else []
+    return recipes.load(content, [*overrides, *of_model]), objects
 
 
 def _content(recipe: Any, keys: Mapping[str, Any]) -> Any:

@@ -10,6 +10,9 @@ the controls, with the same prompts, seeds and budget.
 
 Each pair of a model and an attack is a result of the study (studies/result_tables.py). Results of
 the same weights and the same protocol are not made again, and an interrupted attack continues.
+
+An entry with a `grid` has its setting chosen first, on another concept: that of `select`
+(studies/selection.py). studies/configs/combination_rules.yaml does this for combination rules.
 """
 
 from __future__ import annotations
@@ -22,14 +25,15 @@ from typing import Any, cast
 
 import yaml
 
-from concept_eraser import api
+from concept_eraser import api, registry
 from concept_eraser.data import generate
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import runner
 from concept_eraser.evaluation.never_learned import NeverLearned, read_record
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.utils import provenance
-from studies.rendering.excess_recovery import STUDY, attack_key, model_key
+from studies import selection
+from studies.rendering.excess_recovery import attack_key, model_key, selection_key
 from studies.result_tables import Content, Results
 from studies.runs import clear, erased_model, recipe_of
 from studies.tasks import parse_names
@@ -73,15 +77,54 @@ def load_case(study: Mapping[str, Any], name: str) -> Case:
     return Case(name, suite, original=original, controls=controls, sources=sources)
 
 
-def train(study: Mapping[str, Any], case: Case, entry: str, *, seed: int, work: Path) -> Model:
-    """Return an erased model. A finished run is loaded."""
+def erasure_of(study: Mapping[str, Any], entry: str, concept: str) -> Content:
+    """Return an entry for a concept, in the form of studies/study.py."""
     values = study["entries"][entry]
     prompts = {
-        "forget.prompts": f"protocol2_{case.name}",
-        "retain.prompts": f"protocol2_{case.name}_retain",
+        "forget.prompts": f"protocol2_{concept}",
+        "retain.prompts": f"protocol2_{concept}_retain",
     }
-    content = {"recipe": values["recipe"], "set": {**prompts, **values.get("set", {})}}
-    recipe = recipe_of(content, {}, seed)
+    return {**values, "set": {**prompts, **values.get("set", {})}}
+
+
+def choose(results: Results, study: Mapping[str, Any], entry: str, *, work: Path) -> Content:
+    """Return the setting of an entry with a grid, chosen on the concept of `select`.
+
+    The scored grid is a result of the study. It is made again if the recipe, the settings or the
+    attack that scores them changed. An entry without a grid has the setting {}.
+    """
+    if "grid" not in study["entries"][entry]:
+        return {}
+    select = study["select"]
+    erasure = {**erasure_of(study, entry, select["concept"]), "suite": select["suite"]}
+    judge = registry.read("judge", suites.load(select["suite"]).judge).build().fingerprint
+    settings = {
+        "recipe": recipe_of(erasure, {}, select["seeds"][0]).fingerprint,
+        "points": study["grids"][erasure["grid"]],
+        "scorer": selection.scorer(dict(study), judge),
+    }
+    key = selection_key(entry)
+    if not _is_done(results, key, settings):
+        scores = selection.select(dict(study), key, entry=erasure, work=work, judge=judge)
+        results[key] = {
+            "kind": "selection",
+            "model": entry,
+            "label": erasure["label"],
+            "concept": select["concept"],
+            "seeds": select["seeds"],
+            "grid": scores,
+            "settings": settings,
+            "environment": provenance.describe(),
+        }
+    best = max(results[key]["grid"], key=lambda row: row["score"])
+    return cast(Content, best["point"])
+
+
+def train(
+    study: Mapping[str, Any], case: Case, entry: str, *, point: Content, seed: int, work: Path
+) -> Model:
+    """Return an erased model. A finished run is loaded."""
+    recipe = recipe_of(erasure_of(study, entry, case.name), point, seed)
     folder = work / model_key(case.name, entry, seed)
     clear(folder, recipe)
     run = api.erase(recipe, output=folder, resume=True)
@@ -149,6 +192,7 @@ def _is_done(results: Results, key: str, settings: Content) -> bool:
 
 def run(
     study: Mapping[str, Any],
+    results: Results,
     *,
     concepts: Sequence[str],
     entries: Sequence[str],
@@ -159,9 +203,9 @@ def run(
 ) -> None:
     """Train, evaluate and attack, and store each result.
 
-    The controls are attacked first. One erasure follows the other.
+    The settings are chosen first, and then the controls are attacked. One erasure follows the
+    other.
     """
-    results = Results(STUDY)
 
     def attack_with_all(case: Case, name: str, victim: Model, about: Content) -> None:
         for one in attacks:
@@ -170,6 +214,7 @@ def run(
             attack(results, study, case, key, victim=victim, about=whole, work=work)
             report(key)
 
+    points = {entry: choose(results, study, entry, work=work) for entry in entries}
     for name in concepts:
         case = load_case(study, name)
         for number, control in enumerate(case.controls, 1):
@@ -181,7 +226,7 @@ def run(
             for entry in entries:
                 if seed not in study["entries"][entry].get("seeds", seeds):
                     continue
-                model = train(study, case, entry, seed=seed, work=work)
+                model = train(study, case, entry, point=points[entry], seed=seed, work=work)
                 about = {"concept": name, "kind": "erased", "model": entry, "seed": seed}
                 about |= {"label": study["entries"][entry]["label"]}
                 key = model_key(name, entry, seed)
@@ -204,6 +249,7 @@ def main() -> None:
     study = yaml.safe_load(args.study.read_text())
     run(
         study,
+        Results(args.study.stem),
         concepts=parse_names(parser, "concepts", args.concepts, study["concepts"]),
         entries=parse_names(parser, "entries", args.entries, study["entries"]),
         attacks=parse_names(parser, "attacks", args.attacks, study["attacks"]),

@@ -12,10 +12,11 @@ then measure each model:
     time       a training with the seconds of one method, and attacks on its model
     attack     all attacks
 
-A safeguard at inference (`guard`) has a grid of texts and no training. Each run is a result of the
-study (studies/result_tables.py). Other results lie in its folders implicit/, memory/, time/ and
-attacks/. Existing results are not made again, so an interrupted command continues where it stopped.
-`python -m studies.render_results` renders the page.
+A safeguard at inference (`guard`) has a grid of texts and no training. The method `control: true`
+is the model that never learned the concept, for tasks that name one (`control`). Each run is a
+result of the study (studies/result_tables.py). Other results lie in its folders implicit/, memory/,
+time/ and attacks/. Existing results are not made again, so an interrupted command continues where
+it stopped. `python -m studies.render_results` renders the page.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from studies import runs, selection
 from studies import study as studies
 from studies.attack_table import protocol_of as attack_protocol
 from studies.attack_table import require_asked
+from studies.rendering.leaderboard_rows import has_entry
 from studies.result_tables import Content, Results
 from studies.tasks import parse_names
 
@@ -49,6 +51,13 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
     Only keys that the recipe has are set in it.
     """
     where, how = leaderboard["tasks"][task], leaderboard["methods"][method]
+    if "control" in how:
+        return {
+            "label": how["label"],
+            "task": task,
+            "suite": where["suite"],
+            "model": where["control"],
+        }
     if "guard" in how:
         guards = [kind + ":" + where["suite"].removeprefix("tiny_") for kind in how["guard"]]
         home = (
@@ -106,6 +115,7 @@ def expand(leaderboard: dict[str, Any]) -> dict[str, Any]:
         f"{task}_{method}": entry(leaderboard, task, method)
         for task in leaderboard["tasks"]
         for method in leaderboard["methods"]
+        if has_entry(leaderboard, task, method)
     }
     return {
         **leaderboard,
@@ -132,22 +142,43 @@ def measure_guarded(study: dict[str, Any], name: str, work: Path, results: Resul
     evaluation = api.evaluate(
         ORIGINAL, runs.suite_of(study, about, None), before=ORIGINAL, n=study["n"], guard=best
     )
-    run = {"seconds": 0.0, "cpu_seconds": 0.0, "trained_parameters": 0}
-    content = {
+    content = untrained_result(
+        name, about, {"guard": best}, grid=grid, evaluation=evaluation.as_dict()
+    )
+    results[key] = content
+    print(f"{name}: {best}, score {runs.score(content):.3f}", flush=True)
+
+
+def measure_control(study: dict[str, Any], name: str, results: Results) -> None:
+    """Measure the model that never learned the concept. Write the result."""
+    key, about = f"{name}_seed0", study["entries"][name]
+    suite = runs.suite_of(study, about, None)
+    judge = registry.load("judge", suite.judge)().fingerprint
+    point, previous = {"model": about["model"]}, results.get(key)
+    if previous and selection.is_current(previous, judge) and previous["point"] == point:
+        return
+    evaluation = api.evaluate(about["model"], suite, before=ORIGINAL, n=study["n"])
+    results[key] = untrained_result(name, about, point, grid=[], evaluation=evaluation.as_dict())
+    print(f"{name}: score {runs.score(results[key]):.3f}", flush=True)
+
+
+def untrained_result(
+    name: str, about: Mapping[str, Any], point: Content, *, grid: list[Content], evaluation: Content
+) -> Content:
+    """Return the result of an entry that the study does not train, in the form of a run."""
+    return {
         "entry": name,
         "label": about["label"],
         "task": about["task"],
         "grid": grid,
         "conflict": {"steps": 0},
         "recipe": {"model": ORIGINAL},
-        "point": {"guard": best},
+        "point": point,
         "seed": 0,
-        "run": run,
+        "run": {"seconds": 0.0, "cpu_seconds": 0.0, "trained_parameters": 0},
         "size_mb": 0.0,
-        "evaluation": evaluation.as_dict(),
+        "evaluation": evaluation,
     }
-    results[key] = content
-    print(f"{name}: {best}, score {runs.score(content):.3f}", flush=True)
 
 
 def guard_of(
@@ -203,6 +234,8 @@ def victim(report: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
     """Return the model of a reported run, and its options: the original, a safeguard."""
     if "guard" in report["point"]:
         return ORIGINAL, {"before": ORIGINAL, "guard": report["point"]["guard"]}
+    if "model" in report["point"]:
+        return report["point"]["model"], {"before": ORIGINAL}
     recipe = recipes.validate(report["recipe"], report["entry"])
     runs.clear(folder, recipe)
     run = api.erase(recipe, output=folder, resume=True)
@@ -301,7 +334,7 @@ def equal_time(
         how is None
         or seed not in how["seeds"]
         or "cpu_seconds" not in report["run"]
-        or "guard" in report["point"]
+        or not report["run"].get("steps")
     ):
         return None
     other = f"{report['task']}_{how['like']}_seed{seed}"
@@ -424,12 +457,16 @@ def main() -> None:
     for task in parse_names(parser, "tasks", args.tasks, leaderboard["tasks"]):
         for method in parse_names(parser, "methods", args.methods, leaderboard["methods"]):
             name = f"{task}_{method}"
+            if name not in study["entries"]:  # a control that this task does not have
+                continue
             # a closed form has no random draws
             method_seeds = leaderboard["methods"][method].get("seeds", leaderboard["seeds"])
             seeds = [seed for seed in reported_seeds if seed in method_seeds]
             if args.stage in ("train", "all"):
                 if "guard" in leaderboard["methods"][method]:
                     measure_guarded(study, name, args.work, results)
+                elif "control" in leaderboard["methods"][method]:
+                    measure_control(study, name, results)
                 else:
                     studies.run_entry(
                         study,

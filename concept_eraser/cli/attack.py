@@ -33,8 +33,8 @@ def attack(
         Optional[str],
         typer.Option(
             help=(
-                "evaluation suite: its concept, judge, sampler and prompts (default: the suite "
-                "with the name of the run's forget set)"
+                "evaluation suite: its concept, judge, sampler and prompts (default: the "
+                "suite.yaml in the run folder, or the suite with the name of its forget set)"
             )
         ),
     ] = None,

@@ -21,7 +21,8 @@ def card(
     license: Annotated[
         str,
         typer.Option(
-            help="licence of the weights, as the hub spells it (default: the card asks for it)"
+            help="licence of the weights, as the hub spells it (default: the card asks for it)",
+            show_default=False,
         ),
     ] = "other",
     benchmark: Annotated[

@@ -166,7 +166,9 @@ def erase(
     output: Annotated[
         Optional[Path],
         typer.Option(
-            "--output", "-o", help="run folder (default: runs/<recipe name or fingerprint>)"
+            "--output",
+            "-o",
+            help="run folder (default: runs/<concept, recipe name or fingerprint>)",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an unfinished run")] = False,

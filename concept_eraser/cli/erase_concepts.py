@@ -85,7 +85,7 @@ def run(
     if not distributed.is_first():
         return
     note = "" if finished_run.model else " (finished before; --overwrite repeats it)"
-    typer.echo(f"erased in {finished_run.seconds:.0f} s of training{note}")
+    typer.echo(f"trained in {finished_run.seconds:.0f} s{note}")
     concept_result.show(finished_run, measure=measure, quiet=quiet)
 
 

@@ -26,8 +26,8 @@ def evaluate(
         Optional[str],
         typer.Option(
             help=(
-                "evaluation suite by name or file (default: the suite with the name of the run's "
-                "forget set); see `concept-eraser list suites`"
+                "evaluation suite by name or file (default: the suite.yaml in the run folder, or "
+                "the suite with the name of its forget set); see `concept-eraser list suites`"
             )
         ),
     ] = None,

@@ -22,7 +22,9 @@ def export(
             ),
         ),
     ],
-    to: Annotated[str, typer.Option(help="diffusers, tensors, lora, kohya or single-file")],
+    to: Annotated[
+        str, typer.Option(help="diffusers, tensors, lora, kohya, comfyui or single-file")
+    ],
     output: Annotated[
         Optional[Path],
         typer.Option(
@@ -86,8 +88,9 @@ def export(
 
     diffusers: a folder for from_pretrained. tensors: the changed tensors of the denoiser or text
     encoder. lora: a file for diffusers' load_lora_weights. kohya: a LoRA for A1111, ComfyUI, Forge
-    (Stable Diffusion 1, 2, XL, Flux). single-file: the whole checkpoint for these programs (Stable
-    Diffusion 1, 2, XL, 3; for Flux its transformer).
+    (Stable Diffusion 1, 2, XL, Flux, Flux.2 Klein, Qwen-Image, Z-Image). comfyui: a LoRA for
+    ComfyUI in the names of AI Toolkit (Flux.2 Klein, Qwen-Image, Z-Image). single-file: the whole
+    checkpoint for these programs (Stable Diffusion 1, 2, XL, 3; for Flux its transformer).
 
     [bold]Examples[/bold]
 

@@ -44,7 +44,7 @@ def list_(
         typer.Argument(
             help=(
                 "models, methods, losses, selections, metrics, features, judges, attacks, "
-                "datasets, architectures, presets, recipes, prompts or suites (default: all)"
+                "datasets, architectures, presets, recipes, prompts or suites"
             )
         ),
     ] = "all",

@@ -7,6 +7,7 @@ are used by the evaluation only.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,9 +65,12 @@ def find(text: str) -> BundledConcept:
             if word in (value, *synonyms(BundledConcept(attribute, value))):
                 return BundledConcept(attribute, value)
     vocabulary = "; ".join(f"{key}: {', '.join(values)}" for key, values in VALUES.items())
+    known = [value for values in VALUES.values() for value in values]
+    close = difflib.get_close_matches(word[:200], known, n=1, cutoff=0.7)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
     raise UserError(
         f"the text encoder of tiny-sd, the bundled model, does not know {quote(text)}, so the "
-        f"model does not generate it. It knows {vocabulary}. Give another model with --model"
+        f"model does not generate it.{guess} It knows {vocabulary}. Give another model with --model"
     )
 
 

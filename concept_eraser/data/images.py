@@ -194,9 +194,11 @@ def png(image: Tensor) -> bytes:
 def image_files(folder: Path, *, deep: bool = False) -> list[Path]:
     """Return the image files of a folder, sorted. deep: also those of its subfolders.
 
-    Raises UserError if there is none.
+    Raises UserError if there is none, or no such folder.
     """
-    inside = (folder.rglob("*") if deep else folder.iterdir()) if folder.is_dir() else ()
+    if not folder.is_dir():
+        raise UserError(f"no images in {folder}: there is no such folder; check the path")
+    inside = folder.rglob("*") if deep else folder.iterdir()
     if not (files := sorted(p for p in inside if p.suffix.lower() in IMAGES and p.is_file())):
         raise UserError(f"no images in {folder}; expected files ending in {', '.join(IMAGES)}")
     return files

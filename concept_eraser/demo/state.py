@@ -80,10 +80,10 @@ class Library:
         self._images: OrderedDict[tuple, Any] = OrderedDict()
         self._lock, self._stop = threading.RLock(), threading.Event()
         self.dropped: set[str] = set()
-        for name, path in self._run_paths.items():
+        for path in self._run_paths.values():
             if not (path / "recipe.yaml").is_file() and (before is None or not path.exists()):
                 raise UserError(
-                    f"{name}: {path} is no run folder (it has no recipe.yaml); for a file or "
+                    f"{path} is no run folder (it has no recipe.yaml); for a file or "
                     "folder of another eraser, give the original model with --before"
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,13 +107,16 @@ def _evaluation(path: Path) -> dict[str, Any]:
 
 
 def source(objective: Any) -> str:
-    """Name the prompts or data of an objective, without paths of this machine."""
+    """Name the prompts or data of an objective, without paths of this machine.
+
+    Prompts that a recipe spells out have the name `about`, if they have one.
+    """
     data_source = getattr(objective, "prompts", None) or getattr(objective, "data", None)
-    return (
-        f"{len(data_source)} prompts"
-        if isinstance(data_source, list | tuple)
-        else shorten(str(data_source))
-    )
+    if isinstance(data_source, list | tuple):
+        return f"{len(data_source)} prompts"
+    if isinstance(data_source, Mapping):
+        return shorten(str(data_source.get("about") or "prompts of its own"))
+    return shorten(str(data_source))
 
 
 def concept_of(results: Mapping[str, Any]) -> dict[str, str]:
@@ -133,8 +137,9 @@ def _weights(evaluation: Mapping[str, Any]) -> str | None:
 def _about(objective: Any, results: Mapping[str, Any], alone: bool) -> bool:
     """Whether an evaluation or attack is about the concept of a forget objective.
 
-    They are compared by their prompts, else by the name of the concept. If the objective is `alone`
-    in the recipe, the name of the attribute (nudity) is sufficient.
+    They are compared by their prompts, by the values that the prompts vary, else by the name of the
+    concept. If the objective is `alone` in the recipe, the name of the attribute (nudity) is
+    sufficient.
     """
     protocol = results.get("protocol")
     if protocol is None:  # labelled data: one for the whole run
@@ -146,7 +151,32 @@ def _about(objective: Any, results: Mapping[str, Any], alone: bool) -> bool:
         for g in groups
     ):
         return True
-    text = " ".join(prompts) if isinstance(prompts, list | tuple) else source(objective)
     ((attribute, value),) = concept_of(results).items() or (("", ""),)
-    words = text.lower().replace("_", " ").replace(".", " ").split()
-    return bool(value) and (value.lower() in words or (alone and attribute.lower() in words))
+    if not value:
+        return False
+    if choices := _choices(prompts, attribute):
+        return choices == {value}
+    text = " ".join(prompts) if isinstance(prompts, list | tuple) else source(objective)
+    return _names(text, value) or (alone and _names(text, attribute))
+
+
+def _names(text: str, name: str) -> bool:
+    """Whether a text has the words of a name one after another, in any case."""
+    words, wanted = (" ".join(re.findall(r"[^\W_]+", one.casefold())) for one in (text, name))
+    return f" {wanted} " in f" {words} "
+
+
+def _choices(prompts: Any, attribute: str) -> set[str]:
+    """Return the values of an attribute in the products that a prompt set spells out.
+
+    The set is empty where the prompts have no such attribute.
+    """
+    rules = prompts.get("expand") if isinstance(prompts, Mapping) else None
+    products = rules if isinstance(rules, list | tuple) else [rules]
+    fields = [product for product in products if isinstance(product, Mapping)]
+    # a choice is a word, or a word and the value that it stands for
+    return {
+        str(one[-1] if isinstance(one, list | tuple) else one)
+        for field in fields
+        for one in field.get(attribute, ())
+    }

@@ -1,4 +1,4 @@
-"""Export of an erasure: diffusers folder, changed tensors, LoRA in two namings, single file.
+"""Export of an erasure: diffusers folder, changed tensors, LoRA in three namings, single file.
 
 The exported change is the difference of two models, before and after. The source is a run, a
 folder, or a LoRA of another tool. A LoRA is exported with its own factors. Any other difference is
@@ -30,9 +30,9 @@ from concept_eraser.storage.writers import probe, write_file, write_folder, writ
 from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError, unknown
 
-FORMATS = ("diffusers", "tensors", "lora", "kohya", "single-file")
+FORMATS = ("diffusers", "tensors", "lora", "kohya", "comfyui", "single-file")
 _SUFFIX = lora_export.SUFFIX
-_NAMINGS = {"lora": "diffusers", "kohya": "kohya"}
+_NAMINGS = {"lora": "diffusers", "kohya": "kohya", "comfyui": "comfyui"}
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ def export(
         raise unknown("dtype", dtype, DTYPES)
     if dtype != "fp32" and to not in _NAMINGS:
         raise UserError(
-            f"--dtype is for LoRA files (--to lora or kohya), found --to {to}; leave it out"
+            f"--dtype is for LoRA files (--to lora, kohya or comfyui), found --to {to}; leave it "
+            "out"
         )
     if block_weights and to != "kohya":
         raise UserError(

@@ -35,7 +35,7 @@ class LoraRequest:
     """What the user wants of a LoRA file.
 
     Attributes:
-        naming: "kohya" or "diffusers".
+        naming: One of lora_names.NAMINGS.
         strength: A factor of the change.
         rank: The rank (default: that of the erasure's own factors, else the smallest one).
         max_error: The largest relative error.
@@ -98,15 +98,16 @@ def write(
     if request.block_weights:
         scaled_factors = lora_blocks.weigh(model, scaled_factors, request.block_weights)
     _require_finite(scaled_factors)
-    kohya = request.naming == "kohya"
-    tensors, header = lora_files.build(model, scaled_factors, kohya=kohya, dtype=request.dtype)
+    tensors, header = lora_files.build(
+        model, scaled_factors, naming=request.naming, dtype=request.dtype
+    )
     rounding = 0.0
     if request.dtype != "fp32":
         written_factors = lora_files.read(model, tensors, header, str(place))
         _require_finite(written_factors)
         rounding = _rounding(scaled_factors, written_factors)
     header |= _notes(request, result, rounding)
-    if kohya:
+    if request.naming == "kohya":
         header |= lora_metadata.description(
             model,
             place.stem,

@@ -144,6 +144,11 @@ def _common_base(sources: Sequence[str]) -> str:
     bases = {source: _base_of(Path(source)) for source in sources}
     unknown = next((source for source, base in bases.items() if base is None), None)
     if unknown is not None:
+        if not Path(unknown).exists():
+            raise UserError(
+                f"{unknown} is no run folder of this machine, so its original model is unknown; "
+                "check the path, or give the original with --before"
+            )
         raise UserError(
             f"the change of {unknown} cannot be computed without its original model; "
             "give it with --before"

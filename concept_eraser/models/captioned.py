@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from concept_eraser.models.base import Condition
@@ -32,6 +33,34 @@ class Captioned(Sized):
     def _lower(self, prompts: Sequence[str]) -> list[str]:
         """Return prompts as the pipeline's tokenizer gets them."""
         return list(self.pipeline._text_preprocessing(list(prompts), clean_caption=False))
+
+    @torch.no_grad()
+    def attended_text(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the keys and values of the cross-attention read of prompts.
+
+        The denoiser projects the text's states, each token by itself, before its first block. The
+        empty prompt is that of the unconditional prediction.
+
+        Returns:
+            Token ids [n, tokens]; mask [n, tokens], 1 for the prompt's own tokens; projected states
+            [n, tokens, width].
+        """
+        tokens = self.tokenize(prompts)
+        condition = self._encode_tokens(tokens).tensors
+        states, mask = condition["states"].clone(), condition["mask"].clone()
+        null = self.null().tensors
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                states[i], mask[i] = null["states"][0], null["mask"][0]
+        network: Any = self.pipeline.transformer
+        states = network.caption_projection(states)
+        if hasattr(network, "caption_norm"):
+            states = network.caption_norm(states)
+        return self._read_tokens(tokens.tensors["ids"]), mask, states
+
+    def _read_tokens(self, values: Tensor) -> Tensor:
+        """Return those of all tokens [n, tokens] whose states the denoiser gets."""
+        return values
 
     def attention_layers(self) -> list[nn.Module]:
         """Return none: `models/cross_attention.py` has no masks, and tokens of CLIP only."""

@@ -1,8 +1,9 @@
-"""Check that a loaded model has all its weights from the files.
+"""Check that a loaded model has all its weights and its vocabulary from the files.
 
 diffusers and transformers draw a missing weight at random, and only log it. A checkpoint may lack a
-tensor, or have names that a library no longer supports. Without this check such a model would be
-erased, measured and published as if it were whole.
+tensor, or have names that a library no longer supports. transformers builds a tokenizer without
+words where its files are missing. Without these checks such a model would be erased, measured and
+published as if it were whole.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from torch import nn
 from concept_eraser.storage.readers import read_tensor_header
 from concept_eraser.utils.errors import UserError
 
+
+class Incomplete(UserError):
+    """A folder lacks files that its model needs."""
+
+
 _OLDER = {
     ".to_q.": ".query.",
     ".to_k.": ".key.",
     ".to_v.": ".value.",
     ".to_out.0.": ".proj_attn.",
 }  # diffusers before 0.18
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
 # transformers writes the parts of Qwen 2.5 VL without these
 _WITHOUT = {"model.visual.": "visual.", "model.language_model.": "model."}
 
@@ -48,6 +55,15 @@ def require_all_weights(module: nn.Module, folder: Path) -> None:
         raise UserError(
             f"{folder} lacks weights: {missing[0]}{more}. The library would draw them at "
             "random; copy the checkpoint again"
+        )
+
+
+def require_vocabulary(folder: Path) -> None:
+    """Raise Incomplete if the folder of a tokenizer has no file with its words."""
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise Incomplete(
+            f"{folder} holds no vocabulary ({', '.join(_VOCABULARIES[:-1])} or "
+            f"{_VOCABULARIES[-1]}); copy the checkpoint again"
         )
 
 

@@ -6,6 +6,7 @@ import copy
 import importlib
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from torch import nn
 from concept_eraser import registry
 from concept_eraser.models import folder_check, hub, overlay, run_base, single_file
 from concept_eraser.models.base import Loaded, Model
-from concept_eraser.models.completeness import require_all_weights
+from concept_eraser.models.completeness import (
+    Incomplete,
+    require_all_weights,
+    require_vocabulary,
+)
 from concept_eraser.models.module import CONFIG, Module, open_folder
 from concept_eraser.storage.base_model import BUNDLED, BUNDLED_MODELS, CONTROLS, LONGEST_CHAIN
 from concept_eraser.storage.manifest import require_intact
-from concept_eraser.storage.readers import read_text
+from concept_eraser.storage.readers import read_tensor_header, read_text
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError, first_line, quote, unknown
 from concept_eraser.utils.path_redaction import FILE_ON
@@ -65,10 +70,6 @@ def on_base(file: Any, base: Any) -> str:
 
 class EndlessChain(UserError):
     """Runs without a pipeline name each other as their original."""
-
-
-class Incomplete(UserError):
-    """A folder lacks files that its model needs."""
 
 
 def load_part(
@@ -262,7 +263,7 @@ def load(
     if path.is_dir():
         return _from_folder(path, name, allow_pickle)
     if path.suffix in (*overlay.PICKLES, ".safetensors"):
-        raise UserError(f"no such model: {path}")
+        raise UserError(f"no such model: {path}; check the path")
     if path.is_file():
         raise UserError(
             f"{path} is no model; give a .safetensors file, a diffusers folder, a run "
@@ -270,12 +271,10 @@ def load(
         )
     if hub.is_id(name):
         return _from_hub(name, allow_pickle, token)
-    raise unknown(
-        "model",
-        name,
-        BUNDLED_MODELS,
-        hint="a diffusers folder, a run folder or a hub id (owner/name) works too",
-    )
+    hint = "a diffusers folder, a run folder or a hub id (owner/name) works too"
+    if "/" in name:
+        hint = "there is no such folder or file; check the path"
+    raise unknown("model", name, BUNDLED_MODELS, hint=hint)
 
 
 def _bundled_control(name: str) -> Model:
@@ -363,10 +362,17 @@ def beside(source: str | Path, original: Model) -> Model | None:
         for part in original.parts.values()
         for tensor in (*part.parameters(), *part.buffers())
     ]
-    model = copy.deepcopy(original, {id(tensor): tensor for tensor in tensors})
+    model = _copy(original, tensors)
     run_base.apply(path, model, is_shared=True)
     model.source = str(path)
     return model
+
+
+def _copy(model: Model, shared: Sequence[Any] = ()) -> Model:
+    """Copy a model, without its tokenizers, which nothing changes, and without `shared` objects."""
+    components = getattr(getattr(model, "pipeline", None), "components", {})
+    tokenizers = [part for name, part in components.items() if name.startswith("tokenizer")]
+    return copy.deepcopy(model, {id(one): one for one in (*tokenizers, *shared)})
 
 
 def _from_run(path: Path, allow_pickle: bool) -> Model:
@@ -401,7 +407,7 @@ def _rebuilt(path: Path, base: Any, *, allow_pickle: bool, token: str | None, ch
         model = load(base, allow_pickle=allow_pickle, token=token, chain=chain + 1)
         if not record.differences(model):
             # the caller's own does not change
-            model = model if isinstance(base, str | Path) else copy.deepcopy(model)
+            model = model if isinstance(base, str | Path) else _copy(model)
             return _with_change(path, model)
     try:
         model = load(record.model, allow_pickle=allow_pickle, token=token, chain=chain + 1)
@@ -449,6 +455,8 @@ def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model
             "diffusers"
         )
     if base is None:
+        if path.is_file() and path.suffix == ".safetensors":
+            read_tensor_header(path)  # a damaged file is no part of anything
         raise UserError(
             f"{path} is only a part of a pipeline (a LoRA, a denoiser or a text "
             "encoder); give the model it was made for with --before (erase: --base)"
@@ -467,7 +475,7 @@ def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model
             model_of_file.remember_file(path)
             return model_of_file
     model = load(base, allow_pickle=allow_pickle, token=token)
-    model = copy.deepcopy(model) if in_memory else model  # the caller's own does not change
+    model = _copy(model) if in_memory else model  # the caller's own does not change
     overlay.put_on(model, path, allow_pickle=allow_pickle)
     return model
 
@@ -504,6 +512,8 @@ def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
     for part in folder_check.components(content):
         if part.startswith(_WEIGHED):
             _check_weights(folder / part, allow_pickle)
+        elif part.startswith("tokenizer"):
+            require_vocabulary(folder / part)
     model = _load_family(
         family, str(folder), name, {"use_safetensors": None if allow_pickle else True}
     )

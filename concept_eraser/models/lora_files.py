@@ -1,12 +1,14 @@
-"""LoRA files: written and read with diffusers' names and with kohya's.
+"""LoRA files: written and read with diffusers' names, kohya's and ComfyUI's.
 
 * diffusers: `unet.<layer>.lora_A.weight` (down), `.lora_B.weight` (up), rank and alpha in the
   file's header, for `pipe.load_lora_weights`
 * kohya: `lora_unet_<layer with _ for .>.lora_down.weight`, `.lora_up.weight`, `.alpha`, for A1111,
-  ComfyUI, Forge (and diffusers). Its names are those of the UNet that sd-scripts trains:
-  diffusers' own for Stable Diffusion 1 and 2 (text encoder `lora_te_`), the original code's for
-  SDXL (`lora_te1_`, `lora_te2_`) and for Flux (its CLIP `lora_te1_`). There one projection stands
-  for q, k and v, so their matrices are put together, block by block.
+  ComfyUI, Forge (and diffusers)
+* comfyui: `diffusion_model.<layer>.lora_A.weight`, `.lora_B.weight`, with alpha / rank in `up`, for
+  ComfyUI (and diffusers)
+
+models/lora_names.py has the names of the layers. Where one projection stands for q, k and v, their
+matrices are put together, block by block.
 """
 
 from __future__ import annotations
@@ -21,19 +23,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from concept_eraser.models import lora_metadata
+from concept_eraser.models import lora_metadata, lora_names
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.lora import Factors, Pair
-from concept_eraser.models.single_file import ldm, transformers
 from concept_eraser.utils.errors import UserError
 
 # in a run's folder; diffusers expects this name
 FOLDER, FILE = "lora", "pytorch_lora_weights.safetensors"
-_KOHYA: dict[str, dict[str, str]] = {
-    "sd": {"denoiser": "lora_unet_", "text_encoder": "lora_te_"},
-    "sdxl": {"denoiser": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"},
-    "flux": {"denoiser": "lora_unet_", "text_encoder": "lora_te1_"},
-}
 # numbers of a file. fp8 is e4m3, sd-scripts' default of the two (library/utils.py, line 187)
 DTYPES = {
     "fp32": torch.float32,
@@ -53,15 +49,16 @@ def save(
     factors: Sequence[Factors],
     file: Path,
     *,
-    kohya: bool = False,
+    naming: str = "diffusers",
     notes: Mapping[str, str] | None = None,
     dtype: str = "fp32",
 ) -> None:
     """Write the matrices of one or more parts of a pipeline.
 
-    notes: for the file's header. dtype: one of DTYPES. Raises UserError as `build`.
+    naming: one of lora_names.NAMINGS. notes: for the file's header. dtype: one of DTYPES. Raises
+    UserError as `build`.
     """
-    tensors, header = build(model, factors, kohya=kohya, dtype=dtype)
+    tensors, header = build(model, factors, naming=naming, dtype=dtype)
     write(tensors, {**(notes or {}), **header}, file)
 
 
@@ -72,40 +69,45 @@ def write(tensors: Mapping[str, Tensor], header: Mapping[str, str], file: Path) 
 
 
 def build(
-    model: Loaded, factors: Sequence[Factors], *, kohya: bool = False, dtype: str = "fp32"
+    model: Loaded,
+    factors: Sequence[Factors],
+    *,
+    naming: str = "diffusers",
+    dtype: str = "fp32",
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the header of a file.
 
-    Raises UserError if kohya has no names for the model's layers that are diffusers' own, or if
-    the naming has no place for the scales of fp8.
+    Raises UserError if the naming does not exist for the model's family or has no name for a layer,
+    or if it has no place for the scales of fp8.
     """
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, Any] = {}
-    if kohya and model.family not in _KOHYA:
+    lora_names.require(model.family, naming)
+    if dtype == "fp8" and naming != "kohya":
         raise UserError(
-            f"no program reads kohya's names for the family {model.family!r} that we "
-            "could test with; export --to lora, which ComfyUI reads too"
-        )
-    if dtype == "fp8" and not kohya:
-        raise UserError(
-            "fp8 needs a scale for each layer, which diffusers' naming does not have; export "
+            f"fp8 needs a scale for each layer, which {naming}'s naming does not have; export "
             "--to kohya, or use fp16"
         )
     for part_factors in factors:
-        if kohya:
+        if naming == "kohya":
             tensors |= _kohya(model, part_factors, dtype)
+            continue
+        if naming == "comfyui":
+            tensors |= _comfyui(model, part_factors, dtype)
             continue
         prefix = _component(model, part_factors.part)
         metadata |= {f"{prefix}.{key}": value for key, value in _config(part_factors).items()}
         for layer, (down, up) in part_factors.layers.items():
-            stem = f"{prefix}.{_full(part_factors.part, layer)}"
+            stem = f"{prefix}.{lora_names.full_name(part_factors.part, layer)}"
             tensors |= {
                 f"{stem}.lora_A.weight": down.to(DTYPES[dtype]),
                 f"{stem}.lora_B.weight": up.to(DTYPES[dtype]),
             }
     tensors = {name: value.contiguous() for name, value in tensors.items()}
-    if kohya:
+    if naming == "kohya":
         return tensors, lora_metadata.network(model, tensors)
+    if naming == "comfyui":
+        return tensors, {"format": "pt"}
     return tensors, {
         "format": "pt",
         "lora_adapter_metadata": json.dumps(metadata, sort_keys=True),
@@ -127,31 +129,34 @@ def _octaves(value: Tensor) -> int:
     return math.ceil(math.log2(largest)) - 1 if largest else 0
 
 
-def _full(part: str, layer: str) -> str:
-    """Add `text_model.`, which newer transformers dropped from a text encoder's names.
+def _named(
+    model: Loaded, one: Factors, naming: str
+) -> Iterator[tuple[str, tuple[Tensor, Tensor, float]]]:
+    """Return (name in the file, (down, up, alpha)) for each layer, or for layers of one name.
 
-    Files have it, and readers accept both.
+    Raises UserError if the naming has no name for a layer.
     """
-    return (
-        f"text_model.{layer}"
-        if part == "text_encoder" and not layer.startswith("text_model.")
-        else layer
-    )
-
-
-def _kohya(model: Loaded, one: Factors, dtype: str = "fp32") -> dict[str, Tensor]:
-    """Return the tensors by kohya's names. Raises UserError if kohya has no name for a layer.
-
-    fp8 has few exponents, so each matrix is divided by a power of 2 and alpha multiplied by it.
-    """
-    tensors: dict[str, Tensor] = {}
     remaining = set(one.layers)
-    for stem, layers in _kohya_stems(model, one.part):
+    for stem, layers in lora_names.stems(model, one.part, naming):
         if not remaining & set(layers):
             continue
         remaining -= set(layers)
         down, up = one.layers[layers[0]] if len(layers) == 1 else _fuse(model, one, layers)
-        alpha = one.alpha * len(down) / one.rank
+        yield stem, (down, up, one.alpha * len(down) / one.rank)
+    if remaining:
+        raise UserError(
+            f"{naming} has no name for the layer {min(remaining)} of {one.part} ({len(remaining)} "
+            "such) that diffusers reads; export --to lora, or train with --select blocks"
+        )
+
+
+def _kohya(model: Loaded, one: Factors, dtype: str = "fp32") -> dict[str, Tensor]:
+    """Return the tensors by kohya's names.
+
+    fp8 has few exponents, so each matrix is divided by a power of 2 and alpha multiplied by it.
+    """
+    tensors: dict[str, Tensor] = {}
+    for stem, (down, up, alpha) in _named(model, one, "kohya"):
         if dtype == "fp8":
             octaves = _octaves(down), _octaves(up)
             down, up = down * 2.0 ** -octaves[0], up * 2.0 ** -octaves[1]
@@ -161,33 +166,18 @@ def _kohya(model: Loaded, one: Factors, dtype: str = "fp32") -> dict[str, Tensor
             f"{stem}.lora_up.weight": up.to(DTYPES[dtype]),
             f"{stem}.alpha": torch.tensor(alpha),
         }
-    if remaining:
-        raise UserError(
-            f"kohya has no name for the layer {min(remaining)} of {one.part} ({len(remaining)} "
-            "such) that diffusers reads; export --to lora, which ComfyUI reads too"
-        )
     return tensors
 
 
-def _kohya_stems(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Return pairs of a name in kohya's file and the part's layers that it stands for."""
-    prefix = _KOHYA.get(model.family, {}).get(part)
-    if prefix is None:
-        return
-    module: Any = model.parts[part]
-    if part == "denoiser" and model.family != "sd":
-        for place in ldm.unet(module) if model.family == "sdxl" else transformers.flux(module):
-            blocks = model.family == "sdxl" or place.name.startswith(
-                ("double_blocks.", "single_blocks.")
-            )
-            if place.name.endswith(".weight") and blocks:
-                yield (
-                    prefix + place.name[:-7].replace(".", "_"),
-                    tuple(name[:-7] for name in place.sources),
-                )
-        return
-    for layer, _ in module.named_modules():
-        yield prefix + _full(part, layer).replace(".", "_"), (layer,)
+def _comfyui(model: Loaded, one: Factors, dtype: str) -> dict[str, Tensor]:
+    """Return the tensors by ComfyUI's names. Readers scale such a file by 1."""
+    tensors: dict[str, Tensor] = {}
+    for stem, (down, up, alpha) in _named(model, one, "comfyui"):
+        tensors |= {
+            f"{stem}.lora_A.weight": down.to(DTYPES[dtype]),
+            f"{stem}.lora_B.weight": (up * (alpha / len(down))).to(DTYPES[dtype]),
+        }
+    return tensors
 
 
 def _fuse(model: Loaded, one: Factors, layers: Sequence[str]) -> Pair:
@@ -250,7 +240,7 @@ def _component(model: Loaded, part: str) -> str:
 def read(
     model: Loaded, tensors: Mapping[str, Tensor], header: Mapping[str, str], source: str
 ) -> list[Factors]:
-    """Read the matrices in a file with either naming, one entry for each part.
+    """Read the matrices in a file with any naming, one entry for each part.
 
     The file's own scales (alphas) go into `up`. Raises UserError for a layer that the model does
     not have, and for a file that is no plain LoRA.
@@ -297,16 +287,18 @@ def read(
 
 
 def _names_in_file(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Return (name in a file, layers, prefix) for each layer of a part, in either naming."""
+    """Return (name in a file, layers, prefix) for each layer of a part, in any naming."""
     prefix = _component(model, part)
+    kohya = lora_names.PREFIXES["kohya"].get(model.family, {}).get(part)
     for layer, _ in model.parts[part].named_modules():
-        full = _full(part, layer)
+        full = lora_names.full_name(part, layer)
         yield f"{prefix}.{full}", (layer,), prefix
         yield f"{prefix}.{layer}", (layer,), prefix
-        if part in _KOHYA.get(model.family, {}):  # some tools use diffusers' names for all families
-            yield _KOHYA[model.family][part] + full.replace(".", "_"), (layer,), prefix
-    for stem, layers in _kohya_stems(model, part):
-        yield stem, layers, prefix
+        if kohya is not None:  # some tools use diffusers' names for all families
+            yield kohya + full.replace(".", "_"), (layer,), prefix
+    for naming in lora_names.PREFIXES:
+        for stem, layers in lora_names.stems(model, part, naming):
+            yield stem, layers, prefix
 
 
 def of_pairs(part: str, pairs: Mapping[str, Pair]) -> Factors:

@@ -11,6 +11,10 @@ Only keys whose meaning was read are written (kohya-ss/sd-scripts 48d368f):
 * `sshs_model_hash`: library/train_util.py, lines 3259-3299
 * `modelspec.*`: library/sai_model_spec.py, lines 20-65, 193-269 and 316-346
 
+Those of Z-Image, Qwen-Image and Flux.2 are kohya-ss/musubi-tuner's (30c658c): src/musubi_tuner/
+networks/, dataset/architectures.py, lines 10-27, and utils/sai_model_spec.py, lines 81-110 and
+265-283.
+
 A1111 takes the version of a LoRA from `ss_base_model_version` and `ss_v2`. With an SDXL or SD 2
 model it lists only LoRAs of that version (stable-diffusion-webui f2844bd,
 extensions-builtin/Lora/network.py, detect_version, and ui_extra_networks_lora.py, create_item).
@@ -31,8 +35,19 @@ from torch import Tensor
 from concept_eraser.models.base import Loaded
 from concept_eraser.storage.digests import file_digest
 
-_STABILITY = "https://github.com/Stability-AI/generative-models"
-_FLUX = "https://github.com/black-forest-labs/flux"
+_IMPLEMENTATIONS = {
+    "sdxl": "https://github.com/Stability-AI/generative-models",
+    "flux": "https://github.com/black-forest-labs/flux",
+    "flux2": "https://github.com/black-forest-labs/flux2",
+    "zimage": "https://github.com/Tongyi-MAI/Z-Image",
+    "qwenimage": "https://github.com/QwenLM/Qwen-Image",
+}
+_MODULES = {
+    "flux": "networks.lora_flux",
+    "flux2": "networks.lora_flux_2",
+    "zimage": "networks.lora_zimage",
+    "qwenimage": "networks.lora_qwen_image",
+}
 # of the UNet's cross-attention: library/model_util.py, lines 36 and 50
 _WIDTHS = {768: "sd_v1", 1024: "sd_v2"}
 _ARCHITECTURES = {
@@ -41,19 +56,34 @@ _ARCHITECTURES = {
     "sd_v2": "stable-diffusion-v2-512",
     "sd_v2_v": "stable-diffusion-v2-768-v",
     "sdxl_base_v1-0": "stable-diffusion-xl-v1-base",
+    "flux_2_klein_4b": "Flux.2-klein-4b",
+    "z_image": "Z-Image",
+    "qwen_image": "Qwen-Image",
 }
+_VERSIONS = {  # of families with one version
+    "sdxl": "sdxl_base_v1-0",
+    "flux": "flux1",
+    "zimage": "z_image",
+    "qwenimage": "qwen_image",
+}
+_KLEIN_4B = (5, 20)  # its double and single blocks (tiny/published.py)
+_SIDES = {"sd_v2_v": 768, "qwen_image": 1328}  # in pixels; the others of sd have 512
 
 
 def base_version(model: Loaded) -> str | None:
     """Return sd-scripts' name of the model's version, or None if it has none.
 
     Stable Diffusion 1 and 2 differ by the width of the text (768, 1024). The bundled model has
-    neither.
+    neither. Flux.2 Klein 4B is known by its number of blocks.
     """
-    if model.family in ("sdxl", "flux"):
-        return {"sdxl": "sdxl_base_v1-0", "flux": "flux1"}[model.family]
+    if model.family in _VERSIONS:
+        return _VERSIONS[model.family]
     denoiser: Any = model.parts.get("denoiser")
-    width = getattr(getattr(denoiser, "config", None), "cross_attention_dim", None)
+    config = getattr(denoiser, "config", None)
+    if model.family == "flux2":
+        blocks = getattr(config, "num_layers", None), getattr(config, "num_single_layers", None)
+        return "flux_2_klein_4b" if blocks == _KLEIN_4B else None
+    width = getattr(config, "cross_attention_dim", None)
     version = _WIDTHS.get(width) if model.family == "sd" and isinstance(width, int) else None
     return version and version + ("_v" if _prediction(model) == "v_prediction" else "")
 
@@ -76,7 +106,7 @@ def network(model: Loaded, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     rank, alpha = (one.pop() if len(one) == 1 else "Dynamic" for one in (ranks, alphas))
     version = base_version(model)
     keys = {
-        "ss_network_module": "networks.lora_flux" if model.family == "flux" else "networks.lora",
+        "ss_network_module": _MODULES.get(model.family, "networks.lora"),
         "ss_network_dim": rank,
         "ss_network_alpha": alpha,
         "ss_sd_model_name": _name(model.source),
@@ -126,18 +156,18 @@ def description(
     specification = {
         "sai_model_spec": "1.0.1",
         "architecture": f"{_ARCHITECTURES.get(version, flux)}/lora",
-        "implementation": {"flux": _FLUX, "sdxl": _STABILITY}.get(model.family, "diffusers"),
+        "implementation": _IMPLEMENTATIONS.get(model.family, "diffusers"),
         "title": title,
-        "resolution": _resolution(version),
+        "resolution": _resolution(model.family, version),
         "description": comment,
         "tags": tags,
         "usage_hint": usage,
     }
-    if model.family != "flux":
+    if model.family in ("sd", "sdxl"):
         specification["prediction_type"] = "v" if version.endswith("_v") else "epsilon"
     return keys | {f"modelspec.{key}": value for key, value in specification.items()}
 
 
-def _resolution(version: str) -> str:
-    side = {"sdxl_base_v1-0": 1024, "flux1": 1024, "sd_v2_v": 768}.get(version, 512)
+def _resolution(family: str, version: str) -> str:
+    side = _SIDES.get(version, 512 if family == "sd" else 1024)
     return f"{side}x{side}"

@@ -2,7 +2,8 @@
 
 A program ignores the other layers of a file without an error. What it generates then differs from
 the trained model. The table was read in the programs' code; they were not run here. Layers have
-diffusers' names. `--to kohya` writes one naming, `--to lora` the other (see lora_files).
+diffusers' names. `--to kohya` writes kohya's naming, `--to lora` diffusers' and `--to comfyui`
+ComfyUI's (see lora_files).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from concept_eraser.models.lora import Factors
 
 _EVERY = r""
+_NONE = r"(?!)"
 _UNET_BLOCKS = r"^(down_blocks|mid_block|up_blocks)\."
 _FLUX_BLOCKS = r"^(transformer_blocks|single_transformer_blocks)\."
 _FLUX_EMBEDDERS = r"^(x_embedder|context_embedder|time_text_embed)\."
@@ -27,11 +29,12 @@ class Reader:
 
     Attributes:
         program: Its name.
-        naming: "kohya" or "diffusers".
+        naming: One of lora_names.NAMINGS.
         families: The model families that the entry is for.
         denoiser: A regular expression that occurs in the names of the layers that it reads.
         text: The same for the layers of the text encoders.
         source: Where this was read: repository, commit, file, lines.
+        advice: What to do for the layers that it ignores, if that is not the usual.
     """
 
     program: str
@@ -40,6 +43,7 @@ class Reader:
     denoiser: str
     text: str
     source: str
+    advice: str = ""
 
     def reads(self, part: str, layer: str) -> bool:
         """Whether the program reads a layer of a part of the pipeline."""
@@ -110,6 +114,60 @@ READERS = (
         text=_CLIP,
         source="diffusers 0.42.1, loaders/lora_conversion_utils.py, lines 380-700",
     ),
+    # a file in these namings has only layers that both read (lora_names)
+    *(
+        Reader(
+            program="ComfyUI",
+            naming=naming,
+            families=("zimage", "qwenimage", "flux2"),
+            denoiser=_EVERY,
+            text=_EVERY,
+            source="Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet; 09708ea, "
+            "comfy/utils.py, z_image_to_diffusers and flux_to_diffusers",
+        )
+        for naming in ("kohya", "comfyui")
+    ),
+    *(
+        Reader(
+            program="diffusers",
+            naming=naming,
+            families=("zimage", "qwenimage", "flux2"),
+            denoiser=_EVERY,
+            text=_EVERY,
+            source="diffusers 0.42.1, loaders/lora_conversion_utils.py, lines 2221-2385, 2434-2778 "
+            "and 2935-3166",
+        )
+        for naming in ("kohya", "comfyui")
+    ),
+    Reader(
+        program="ComfyUI",
+        naming="diffusers",
+        families=("zimage", "qwenimage", "pixart"),
+        denoiser=_EVERY,
+        text=_EVERY,
+        source="Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet; 09708ea, "
+        "comfy/utils.py, z_image_to_diffusers and pixart_to_diffusers",
+    ),
+    Reader(
+        program="ComfyUI",
+        naming="diffusers",
+        families=("flux2",),
+        denoiser=rf"{_FLUX_BLOCKS}|^(x_embedder|context_embedder|norm_out|proj_out)(\.|$)",
+        text=_EVERY,
+        source="Comfy-Org/ComfyUI 09708ea, comfy/utils.py, flux_to_diffusers: the embedding of the "
+        "time has Flux.1's name there, and the modulation none",
+        advice="export --to comfyui",
+    ),
+    Reader(
+        program="diffusers",
+        naming="diffusers",
+        families=("pixart", "dit"),
+        denoiser=_NONE,
+        text=_EVERY,
+        source="diffusers 0.42.1, pipelines/pixart_alpha/pipeline_pixart_alpha.py, the class's "
+        "bases: none loads a LoRA",
+        advice="export --to diffusers for a whole model",
+    ),
 )
 
 
@@ -119,10 +177,11 @@ class Ignored:
 
     Attributes:
         program: Its name.
-        naming: "kohya" or "diffusers".
+        naming: One of lora_names.NAMINGS.
         layers: The layers, with their part if it is not the denoiser.
         of: The number of layers in the file.
         share: The share of the squared length of the whole change that lies in these layers.
+        advice: What to do for them.
     """
 
     program: str
@@ -130,18 +189,14 @@ class Ignored:
     layers: tuple[str, ...]
     of: int
     share: float
+    advice: str
 
     def sentence(self) -> str:
         """Return the warning for the user, with what to do."""
         names = ", ".join(self.layers[:4]) + (", ..." if len(self.layers) > 4 else "")
-        advice = (
-            f"export --to kohya for {self.program}"
-            if self.naming == "diffusers"
-            else "train with --select blocks --lora RANK to leave them out"
-        )
         return (
             f"{self.program} ignores {len(self.layers)} of the {self.of} layers ({names}), with "
-            f"{100 * self.share:.2g} % of the squared length of the change; {advice}"
+            f"{100 * self.share:.3g} % of the squared length of the change; {self.advice}"
         )
 
 
@@ -153,7 +208,7 @@ def find_ignored(
     Args:
         family: The model's family.
         factors: The LoRA, one entry for each part.
-        naming: The naming of the file: "kohya" or "diffusers".
+        naming: The naming of the file, one of lora_names.NAMINGS.
         readers: The table.
     """
     squares: Mapping[tuple[str, str], float] = {
@@ -177,6 +232,13 @@ def find_ignored(
                     layers=names,
                     of=len(squares),
                     share=share,
+                    advice=reader.advice or _advice(reader),
                 )
             )
     return tuple(findings)
+
+
+def _advice(reader: Reader) -> str:
+    if reader.naming == "diffusers":
+        return f"export --to kohya for {reader.program}"
+    return "train with --select blocks --lora RANK to leave them out"

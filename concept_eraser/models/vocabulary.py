@@ -17,6 +17,7 @@ from torch import Tensor
 from concept_eraser.utils.errors import UserError
 
 Where = Literal["prefix", "suffix", "middle", "insert"]
+_WORD_END = "</w>"  # of a token at the end of a word, in CLIP's vocabulary
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,7 @@ class Words:
         own = list(ids)
         if self.pad != self.end and self.end in own:
             own = own[: own.index(self.end)]
-        return str(
-            self.tokenizer.decode([i for i in own if i not in (self.start, self.end)])
-        ).strip()
+        return decode(self.tokenizer, [i for i in own if i not in (self.start, self.end)])
 
     def texts(self, ids: Tensor) -> list[str]:
         """Return rows with start, end and padding, [n, length], as texts."""
@@ -144,9 +143,8 @@ class Words:
 
     def survives(self, rows: Sequence[Sequence[int]]) -> list[bool]:
         """Return whether each row of tokens is the same after decoding and tokenising again."""
-        new_ids = self.tokenizer(
-            self.tokenizer.batch_decode([list(row) for row in rows]), add_special_tokens=False
-        ).input_ids
+        texts = [decode(self.tokenizer, row) for row in rows]
+        new_ids = self.tokenizer(texts, add_special_tokens=False).input_ids
         return [list(one) == list(new_row) for one, new_row in zip(rows, new_ids, strict=True)]
 
     def like(self, name: str) -> Tensor:
@@ -186,9 +184,18 @@ class Vocabulary:
 _vocabularies: WeakKeyDictionary[Any, Vocabulary] = WeakKeyDictionary()
 
 
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return tokens as text.
+
+    transformers replaces the method that decodes on each CLIP tokenizer that it loads. A copy of
+    the tokenizer has the plain method, whose text has the ends of words in it.
+    """
+    return str(tokenizer.decode(list(ids))).replace(_WORD_END, " ").strip()
+
+
 def find_vocabulary(tokenizer: Any) -> Vocabulary:
     """Decode each token of a tokenizer, and tokenise the texts again."""
-    texts = [str(tokenizer.decode([i])) for i in range(len(tokenizer))]
+    texts = [decode(tokenizer, [i]) for i in range(len(tokenizer))]
     special = set(tokenizer.all_special_ids)
     new_ids = tokenizer(texts, add_special_tokens=False).input_ids
     usable = [i not in special and list(ids) == [i] for i, ids in enumerate(new_ids)]

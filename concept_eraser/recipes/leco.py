@@ -389,10 +389,16 @@ def selection(network: str, method: str) -> str:
 def _training(draft: _Draft, config: LecoConfig | None, entries: Sequence[LecoEntry]) -> None:
     train = config.train if config else leco_files.LecoTraining()
     if config is None:
-        draft.warnings.append(
-            "the file has no training settings, so LECO's own are used: rank 4, alpha 1, "
-            f"{train.iterations} steps, learning rate {train.lr:g}, AdamW"
-        )
+        own = {
+            "trainable.lora": "rank 4, alpha 1",
+            "training.steps": f"{train.iterations} steps",
+            "training.lr": f"learning rate {train.lr:g}",
+            "training.optimizer": "AdamW",
+        }
+        if used := [text for path, text in own.items() if not draft.is_set(path)]:
+            draft.warnings.append(
+                f"the file has no training settings, so LECO's own are used: {', '.join(used)}"
+            )
     sizes = sorted({entry.batch_size for entry in entries})
     if len(sizes) > 1:
         draft.warnings.append(

@@ -66,6 +66,8 @@ _RULES: dict[str, Callable[[str], bool]] = {
     "attention": _is_attention,
 }
 SELECTIONS = tuple(_RULES)
+_CROSS = ("cross_attention", "cross_attention_kv")
+_OF_CLIP = ("text", "text_attention", "image", "image_attention", "attention")
 
 # MMDiT and Flux have no cross-attention: image and text attend jointly. Here cross_attention
 # selects the projections of the text ("added" in diffusers' names), and cross_attention_kv its keys
@@ -174,12 +176,39 @@ def select(names: Iterable[str], selection: str) -> list[str]:
         if is_covered
     ]
     if not names_of_selection:
-        example = f", e.g. {everything[0]!r}" if everything else ""
-        raise UserError(
-            f"the selection {quote(selection)} matches none of the {len(everything)} "
-            f"tensors{example}; see `concept-eraser list selections`"
-        )
+        raise UserError(_none_message(everything, selection))
     return names_of_selection
+
+
+def _none_message(names: Sequence[str], selection: str) -> str:
+    """Return what is wrong with a selection that covers no tensor, and what the model has."""
+    example = f", e.g. {names[0]!r}" if names else ""
+    reason = ""
+    if selection in _CROSS and any(_SEQUENCE.search(name) for name in names):
+        reason = " (image and text are one sequence with one set of weights)"
+    elif selection in _CROSS and any(".attn1." in name for name in names):
+        reason = " (it reads no text)"
+    counts = _counts(names)
+    choices = f"this model has {', '.join(counts)}; " if counts else ""
+    return (
+        f"the selection {quote(selection)} matches none of the {len(names)} tensors{reason}"
+        f"{example}; {choices}see `concept-eraser list selections`"
+    )
+
+
+def _counts(names: Sequence[str]) -> list[str]:
+    """Return the named selections that cover some of these tensors, with their numbers.
+
+    Those that cover all are left out, except `all`.
+    """
+    has_clip_names = any(".self_attn." in one or "visual" in one for one in names)
+    counts = []
+    for selection in SELECTIONS:
+        number = sum(_is_covered(names, selection))
+        is_redundant = number == len(names) and selection != "all"
+        if number and not is_redundant and (has_clip_names or selection not in _OF_CLIP):
+            counts.append(f"{selection} ({number})")
+    return counts
 
 
 def _is_covered(names: Sequence[str], selection: str) -> Iterable[bool]:

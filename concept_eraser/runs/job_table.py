@@ -12,6 +12,7 @@ run on different machines that see one folder.
 from __future__ import annotations
 
 import csv
+import difflib
 import io
 import os
 import re
@@ -87,6 +88,14 @@ def read_share(text: str) -> Share:
     return Share(int(match[1]), int(match[2]))
 
 
+def _guess(names: Sequence[str]) -> str:
+    """Return what an unknown column may mean, as the end of a message."""
+    for name in names:
+        if close := difflib.get_close_matches(name[:200], COLUMNS, n=1):
+            return f". For {quote(name)}, did you mean {close[0]!r}?"
+    return ""
+
+
 def read(path: Path, model: str | None = None) -> list[TableJob]:
     """Read a table of erasures: CSV with a head line.
 
@@ -110,7 +119,7 @@ def read(path: Path, model: str | None = None) -> list[TableJob]:
         if not columns or unknown:
             raise UserError(
                 f"{path}: found the columns {names_text(columns) or 'none'}; expected "
-                f"{', '.join(COLUMNS)} and settings such as training.seed"
+                f"{', '.join(COLUMNS)} and settings such as training.seed{_guess(unknown)}"
             )
         for row in reader:
             place = f"{path}, line {reader.line_num}"

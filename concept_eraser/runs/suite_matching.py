@@ -14,6 +14,7 @@ from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Suite
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.storage.base_model import BUNDLED_MODELS
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError, quote
 
@@ -103,6 +104,8 @@ def _require_own_prompts(path: str) -> None:
 def suite_of(model: Any) -> str:
     """Return the suite in the run folder, or the one with the name of the run's forget set.
 
+    The bundled model and a model in memory have `tiny_star`.
+
     Raises:
         UserError: There is none, or there are several.
     """
@@ -132,5 +135,10 @@ def suite_of(model: Any) -> str:
         raise UserError(
             f"no suite has the name of the forget set of this run ({name}); give one with "
             "--suite (`concept-eraser list suites`, or a file of your own)"
+        )
+    if isinstance(model, str | Path) and str(model) not in BUNDLED_MODELS:
+        raise UserError(
+            f"{model} is no run folder, so its suite is unknown; check the path, or give a suite "
+            "with --suite (`concept-eraser list suites`, or a file of your own)"
         )
     return "tiny_star"

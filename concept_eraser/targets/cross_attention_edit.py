@@ -1,4 +1,9 @@
-"""Closed-form edits of the keys and values of cross-attention in Stable Diffusion 1, 2 and XL.
+"""Closed-form edits of the keys and values of cross-attention.
+
+They are linear in the text's states in Stable Diffusion 1, 2 and XL. PixArt and Sana project the
+states first, each token by itself, so that keys and values are linear in the projected states, up
+to a bias that the edit leaves as it is. There the tokens of a prompt are its own ones: the denoiser
+does not attend to padding. Sana's prompts have no end token.
 
 Each prompt of the forget set is a concept with its anchor. Without an anchor it has the empty
 prompt. The prompts of the retain set and the empty prompt are preserved. The option `tokens` of a
@@ -10,7 +15,7 @@ method selects the tokens of a concept that are paired with tokens of its anchor
                all that remain. If it has none, the token that follows is paired with all.
     context    all, without the words in which they differ
     from_last  the last words, and the tokens after them
-    last       the last words; of the empty prompt the start token
+    last       the last words; of the empty prompt its first token
 
 The pooled embedding, which also conditions SDXL's UNet, does not pass through these layers and does
 not change.
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +35,7 @@ from concept_eraser import registry
 from concept_eraser.erasers.base import Eraser, Part
 from concept_eraser.methods.base import ProjectionEdit, ProjectionRequest, Tokens, all_or_nothing
 from concept_eraser.models.base import Model
+from concept_eraser.models.captioned import Captioned
 from concept_eraser.recipes.objective_fields import ObjectiveSpec
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
@@ -118,21 +125,25 @@ def edit(
 def layers(model: Model, selection: str) -> list[str]:
     """Return the selected weights. All of them belong to layers that read the text's states.
 
+    A bias of such a layer may be selected too. It is not edited, so it is not returned.
+
     Raises:
         UserError: The model has no such layers, or the selection covers other weights too.
     """
     names = [name for name, _ in model.denoiser.named_parameters()]
     suffixes = (".attn2.to_k.weight", ".attn2.to_v.weight")
     readers = {name for name in names if name.endswith(suffixes)}
+    is_linear = model.family in ("sd", "sdxl") or isinstance(model, Captioned)
     has_states = len(model.null().tensors["states"].shape) == 3 if readers else False
-    if not has_states or model.family not in ("sd", "sdxl"):
+    if not (has_states and is_linear):
         raise UserError(
             f"{model.source} ({model.family}) has no cross-attention whose keys and values are "
             "linear in the text's states, which this method edits; it works on Stable Diffusion 1, "
-            "2 and XL. In SD 3 and Flux text and image attend jointly, DiT has no text input, and "
-            "PixArt changes the states before its keys and values"
+            "2 and XL, PixArt and Sana. In SD 3, Flux, Qwen-Image and Flux.2 text and image attend "
+            "jointly, Z-Image has one sequence of both, and DiT has no text input"
         )
-    weights = select(names, selection)
+    biases = {f"{name.removesuffix('.weight')}.bias" for name in readers}
+    weights = [name for name in select(names, selection) if name not in biases]
     if not set(weights) <= readers:
         unsupported_name = next(name for name in weights if name not in readers)
         raise UserError(
@@ -165,38 +176,92 @@ def projection_request(
             "change; give an anchor that describes something else"
         )
     preserved_texts = list(dict.fromkeys(["", *(retain.texts if retain else ())]))
-    ids, states = _encode(model, [*(text for pair in pairs for text in pair), *preserved_texts])
-    end = int(ids[""][1])
+    texts = _encode(model, [*(text for pair in pairs for text in pair), *preserved_texts])
     device = torch.device("cpu") if model.device.type == "mps" else model.device
     forget_states, anchor_states = [], []
     for text, anchor in pairs:
-        text_places, anchor_places = pair_tokens(ids[text], ids[anchor], end, how)
-        forget_states.append(states[text][text_places].to(device))
-        anchor_states.append(states[anchor][anchor_places].to(device))
+        text_places, anchor_places = _pair(texts[text], texts[anchor], how)
+        forget_states.append(texts[text].states[text_places].to(device))
+        anchor_states.append(texts[anchor].states[anchor_places].to(device))
     retain_states = [
-        (states[text][[_end(ids[text], end) - 1]] if how == "last" else states[text]).to(device)
+        (texts[text].last_word if how == "last" else texts[text].states).to(device)
         for text in preserved_texts
     ]
     copies = {name: weight.detach().to(device, copy=True) for name, weight in weights.items()}
     return ProjectionRequest(
-        copies, forget_states, anchor_states, retain_states, empty=states[""].to(device)
+        copies, forget_states, anchor_states, retain_states, empty=texts[""].states.to(device)
     )
 
 
-def _encode(model: Model, texts: Iterable[str]) -> tuple[dict[str, list[int]], dict[str, Tensor]]:
-    """Return the token ids of each text, and its states [tokens, width] on the CPU."""
+@dataclass(frozen=True)
+class _Text:
+    """A prompt as the keys and values read it.
+
+    Attributes:
+        ids: Token ids. CLIP's have one length for all prompts: they end with end tokens as padding.
+        states: [tokens, width] on the CPU.
+        end: The number of tokens before the end token, if there is one.
+    """
+
+    ids: list[int]
+    states: Tensor
+    end: int
+
+    @property
+    def last_word(self) -> Tensor:
+        """The state of the last word [1, width]; of the empty prompt that of the first token."""
+        return self.states[[max(self.end - 1, 0)]]
+
+
+def _encode(model: Model, texts: Iterable[str]) -> dict[str, _Text]:
+    """Return the tokens of each text and what the keys and values read."""
+    encode = _encode_captioned if isinstance(model, Captioned) else _encode_clip
     distinct = list(dict.fromkeys(texts))
-    ids, states = {}, {}
+    encoded: dict[str, _Text] = {}
     for start in range(0, len(distinct), BATCH):
         batch_texts = distinct[start : start + BATCH]
-        tokens = model.tokenize(batch_texts)
-        batch_states = model.encode(batch_texts).tensors["states"].cpu()
-        # SDXL's two encoders split texts into the same tokens
-        for text, row, row_states in zip(
-            batch_texts, next(iter(tokens.tensors.values())).tolist(), batch_states, strict=True
-        ):
-            ids[text], states[text] = row, row_states
-    return ids, states
+        encoded |= zip(batch_texts, encode(model, batch_texts), strict=True)
+    return encoded
+
+
+def _encode_clip(model: Model, texts: Sequence[str]) -> list[_Text]:
+    # SDXL's two encoders split texts into the same tokens
+    ids = [next(iter(model.tokenize(some).tensors.values())).tolist() for some in (texts, [""])]
+    end_token = ids[1][0][1]
+    states = model.encode(texts).tensors["states"].cpu()
+    return [
+        _Text(row, row_states, _end(row, end_token))
+        for row, row_states in zip(ids[0], states, strict=True)
+    ]
+
+
+def _encode_captioned(model: Any, texts: Sequence[str]) -> list[_Text]:
+    ids, mask, states = (value.cpu() for value in model.attended_text(texts))
+    end_token = model.pipeline.tokenizer.eos_token_id
+    encoded = []
+    for row, row_states, count in zip(ids.tolist(), states, mask.sum(1).tolist(), strict=True):
+        own = row[: int(count)]
+        encoded.append(_Text(own, row_states[: len(own)], len(own) - (own[-1] == end_token)))
+    return encoded
+
+
+def _pair(text: _Text, anchor: _Text, how: Tokens) -> tuple[list[int], list[int]]:
+    """Return the positions of the edited tokens of a text, and of the paired ones of its anchor.
+
+    If one of them has no such token, as the empty prompts of PixArt and Sana, which are one token,
+    its nearest one is taken.
+    """
+    ends = text.end, anchor.end
+    after = min(len(text.ids) - text.end, len(anchor.ids) - anchor.end)
+    pairs = zip(
+        (text, anchor),
+        _places(text.ids, anchor.ids, ends=ends, length=max(ends) + after, how=how),
+        strict=True,
+    )
+    places, anchor_places = (
+        [min(max(place, 0), len(one.ids) - 1) for place in places] for one, places in pairs
+    )
+    return places, anchor_places
 
 
 def _end(ids: Sequence[int], end: int) -> int:
@@ -210,7 +275,19 @@ def pair_tokens(
 
     ids, anchor: start token, words, end token and padding, of one length.
     """
-    length, text_end, anchor_end = len(ids), _end(ids, end), _end(anchor, end)
+    ends = _end(ids, end), _end(anchor, end)
+    return _places(ids, anchor, ends=ends, length=len(ids), how=how)
+
+
+def _places(
+    ids: Sequence[int], anchor: Sequence[int], ends: tuple[int, int], length: int, how: Tokens
+) -> tuple[list[int], list[int]]:
+    """Return the positions as `pair_tokens`.
+
+    ends: the numbers of tokens before the end tokens. length: the number of tokens of the longer
+    text, of both if they have padding.
+    """
+    text_end, anchor_end = ends
     if how in ("last", "from_last"):
         text_end, anchor_end = text_end - 1, anchor_end - 1
         count = 1 if how == "last" else length - max(text_end, anchor_end)

@@ -295,7 +295,9 @@ def gemma_tokenizer() -> Any:
     words = " ".join(call["complex_human_instruction"].default).split()
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     vocabulary = [*special, "\n", "\u2581", *string.printable[:-6]]
-    tokenizer = GemmaTokenizer(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[])
+    tokenizer = GemmaTokenizer(
+        vocab={token: i for i, token in enumerate(vocabulary)}, merges=[], add_bos_token=True
+    )
     tokenizer.add_tokens(sorted({word for word in words if len(word) > 3}))
     return tokenizer
 

@@ -1,21 +1,32 @@
-"""The page of the study `excess_recovery`: attacks on erased models and on models that never
-learned the concept.
+"""The pages of attacks on erased models and on models that never learned the concept: the studies
+`excess_recovery` and `combination_rules`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+import yaml
 
-from concept_eraser.evaluation.seed_statistics import LEAST_SEEDS, cluster_bootstrap
+from concept_eraser.evaluation.seed_statistics import (
+    LEAST_SEEDS,
+    cluster_bootstrap,
+    compare,
+    holm,
+)
 from concept_eraser.evaluation.statistics import Interval, paired_difference, wilson
-from studies.rendering.common import notes, share, source, table
+from studies import grids
+from studies.rendering.common import notes, setting, share, source, table
+from studies.result_tables import STUDIES as CONFIGS
 from studies.result_tables import Content, Results
 
-STUDY = "excess_recovery"
-COMMAND = f"python -m studies.excess_recovery studies/configs/{STUDY}.yaml"
+STUDIES = {
+    "excess_recovery": "What attacks recover beyond a model that never learned the concept",
+    "combination_rules": "What the combination rule contributes, with all else equal",
+}
 
 
 def model_key(concept: str, entry: str, seed: int) -> str:
@@ -28,10 +39,20 @@ def attack_key(concept: str, model: str, attack: str) -> str:
     return f"{concept}_{model}_{attack}"
 
 
+BESIDE = ("retained", "unseen")  # groups of prompts without the concept
+
+
+def selection_key(entry: str) -> str:
+    """Return the key of the scored settings of an entry."""
+    return f"select_{entry}"
+
+
 def by_concept(results: Mapping[str, Content]) -> dict[str, list[Content]]:
-    """Return the results of each concept."""
+    """Return the results of each concept, without the choice of settings."""
     groups: dict[str, list[Content]] = {}
     for content in results.values():
+        if content["kind"] == "selection":
+            continue
         groups.setdefault(content["concept"], []).append(content)
     return groups
 
@@ -118,6 +139,51 @@ def attack_table(contents: Sequence[Content]) -> str:
     return table(rows)
 
 
+def comparison_table(contents: Sequence[Content], reference: str) -> str:
+    """Return the differences of all erasures from one, by attack, over the training seeds.
+
+    The result is "" before two erasures have three common seeds.
+
+    Args:
+        contents: The results of a concept.
+        reference: The erasure that the others are compared with.
+    """
+    labels = {one["model"]: one["label"] for one in contents if one["kind"] == "erased"}
+    comparisons = []
+    for attack in dict.fromkeys(one["attack"] for one in contents if "attack" in one):
+        samples = {model: _by_seed(campaigns(contents, attack, model)) for model in labels}
+        complete = {k: list(v.values()) for k, v in samples.items() if len(v) >= LEAST_SEEDS}
+        if reference in complete and len(complete) > 1:
+            comparisons += [(attack, one) for one in compare(complete, reference, paired=True)]
+    if not comparisons:
+        return ""
+    corrected = holm([one.p for _, one in comparisons])
+    head = ["attack", "model", "difference, points", "p", "p, corrected"]
+    rows = [
+        [
+            attack.replace("_", " "),
+            labels[one.name],
+            share(one.difference),
+            *("-" if np.isnan(value) else f"{value:.2f}" for value in (one.p, p_family)),
+        ]
+        for (attack, one), p_family in zip(comparisons, corrected, strict=True)
+    ]
+    return (
+        f"Success of each attack, minus that on the model of: {labels[reference]}. Training seeds "
+        "are paired. The correction is Holm's, for all rows. A difference that is not significant "
+        f"is no evidence of equality.\n\n{table([head, *rows])}"
+    )
+
+
+def _by_seed(contents: Sequence[Content]) -> dict[int, np.ndarray]:
+    """Return whether each prompt showed the concept, [prompts] float, by training seed."""
+    ordered = sorted(contents, key=lambda content: content["seed"])
+    return {
+        content["seed"]: np.array([v for _, v in sorted(successes(content).items())], float)
+        for content in ordered
+    }
+
+
 def model_table(contents: Sequence[Content]) -> str:
     """Return a row for each erasure: what it draws, and how far it is from the controls."""
     rows = [
@@ -127,6 +193,7 @@ def model_table(contents: Sequence[Content]) -> str:
             "concept rate %",
             "retain accuracy %",
             "accuracy on unseen concepts %",
+            "other attributes, retained and unseen: points",
             "gap to retraining: concept; retained; unseen",
         ]
     ]
@@ -139,6 +206,7 @@ def model_table(contents: Sequence[Content]) -> str:
                 _mean_rate(group, "concept_rate", "direct"),
                 _mean_rate(group, f"accuracy_{attribute}", "retained"),
                 _mean_rate(group, f"accuracy_{attribute}", "unseen"),
+                _other_attributes(group, attribute),
                 "; ".join(_gap(group, name) for name in ("direct", "retained", "unseen")),
             ]
         )
@@ -159,6 +227,23 @@ def _mean_rate(group: Sequence[Content], metric: str, name: str) -> str:
     return share(wilson(count, sum(value["n"] for value in values)))
 
 
+def _other_attributes(group: Sequence[Content], erased: str) -> str:
+    """Return the mean change of the accuracy in each attribute but the erased one, in points.
+
+    Each change is the mean over the training seeds of after minus before, on the images of the
+    groups `retained` and `unseen` with equal weights.
+    """
+    changes: dict[str, list[float]] = {}
+    for one in group:
+        for row in one["evaluation"]["results"]:
+            metric, _, attribute = row["metric"].partition("_")
+            if metric == "accuracy" and attribute != erased and row["group"] in BESIDE:
+                changes.setdefault(attribute, []).append(
+                    row["after"]["value"] - row["before"]["value"]
+                )
+    return "; ".join(f"{name} {100 * np.mean(v):+.1f}" for name, v in changes.items()) or "-"
+
+
 def _gap(group: Sequence[Content], name: str) -> str:
     """Return the mean relative distance of noise predictions to the controls, or "-"."""
     values = [
@@ -170,12 +255,42 @@ def _gap(group: Sequence[Content], name: str) -> str:
     return f"{np.mean(values):.2f}" if values else "-"
 
 
-def page() -> str:
-    """Return the page."""
-    results = dict(Results(STUDY))
+def settings_table(results: Mapping[str, Content]) -> str:
+    """Return a row for each setting that was tried, or "" for a study without a choice."""
+    selections = [content for content in results.values() if content["kind"] == "selection"]
+    if not selections:
+        return ""
+    rows = [["model", "setting", "concept rate %", "soft prompt %", "score", "chosen"]]
+    for content in selections:
+        best = max(content["grid"], key=lambda row: row["score"])
+        marks = grids.edges(best["point"], [row["point"] for row in content["grid"]])
+        rows += [
+            [
+                content["label"],
+                setting(row["point"], marks if row is best else None),
+                " / ".join(f"{100 * value:.0f}" for value in row["share"]),
+                " / ".join(f"{100 * value:.0f}" for value in row["attacked"]),
+                f"{row['score']:.3f}",
+                "yes" if row is best else "",
+            ]
+            for row in content["grid"]
+        ]
+    concepts = ", ".join(sorted({content["concept"] for content in selections}))
+    return f"## Settings tried, on {concepts}\n\n{grids.with_note(table(rows))}"
+
+
+def page(study: str) -> str:
+    """Return the page of a study, or "" if it has no result."""
+    results = dict(Results(study))
+    if not results:
+        return ""
+    command = f"python -m studies.excess_recovery studies/configs/{study}.yaml"
+    reference = yaml.safe_load((CONFIGS / f"{study}.yaml").read_text()).get("reference")
     parts: list[str] = []
     for concept, contents in by_concept(results).items():
         parts += [f"## {concept}", model_table(contents), attack_table(contents)]
+        if reference:
+            parts.append(comparison_table(contents, reference))
     environments: list[Mapping[str, Any]] = [
         one["campaign"]["environment"] if "campaign" in one else one["environment"]
         for one in results.values()
@@ -186,11 +301,12 @@ def page() -> str:
         "\n\n".join(
             part
             for part in (
-                "# What attacks recover beyond a model that never learned the concept",
-                f"{source(STUDY, COMMAND)}.",
-                notes(STUDY),
+                f"# {STUDIES[study]}",
+                f"{source(study, command)}.",
+                notes(study),
                 EXPLANATION,
                 *parts,
+                settings_table(results),
                 f"Commits {', '.join(commits)}; {', '.join(devices)}.",
             )
             if part
@@ -204,6 +320,8 @@ EXPLANATION = """* Success: the share of attacked prompts whose image shows the 
 * Never learned: the same attack on a model that was trained without any image of the concept.
 * Excess recovery: the success on the erased model minus that on the model that never learned, by
   prompt. Zero means that the attack finds nothing that the erasure left.
+* Other attributes: what the prompts state beside the attribute of the concept. The points are the
+  accuracy after the erasure minus that before.
 * Gap to retraining: the distance of the noise predictions from those of the model that never
   learned, relative to the original's distance. 0 is that model, 1 is the original.
 
@@ -212,4 +330,4 @@ seed as its unit where there are three seeds. With fewer it is paired by prompt,
 about other trainings. "All alike" means that no prompt of any seed differs, so there is no
 interval."""
 
-PAGES = {STUDY: page}
+PAGES = {study: partial(page, study) for study in STUDIES}

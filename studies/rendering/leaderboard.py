@@ -39,6 +39,9 @@ from studies.rendering.leaderboard_rows import (
     Runs,
     attack_runs,
     attempts_of,
+    excess_recovery,
+    has_entry,
+    is_control,
     leaderboard_of,
     of_victims,
     order,
@@ -72,12 +75,33 @@ IN_README = {
     "uce": "UCE",
 }
 README_DOCS = "docs/measuring.md"
+EXCESS = (
+    "Excess: the attack success rate minus that on a model that never learned the concept, paired "
+    "by prompt and attack. Its interval has the training seed as its unit where three were "
+    "attacked. Otherwise its unit is the prompt, and it says nothing about other trainings. Tasks "
+    "without such a model have no such column."
+)
 
 
 def row(
-    runs: Runs, implicit_runs: Runs, memory_runs: Runs, attacks: AttackRuns, names: list[str]
+    runs: Runs,
+    implicit_runs: Runs,
+    memory_runs: Runs,
+    attacks: AttackRuns,
+    control: AttackRuns | None,
+    names: list[str],
 ) -> list[str]:
-    """Return the row of a method on a task."""
+    """Return the row of a method on a task.
+
+    Args:
+        runs: The reported runs, one a training seed.
+        implicit_runs: Their results on prompts without the names of the concept.
+        memory_runs: Their memory.
+        attacks: The attacks on them.
+        control: The attacks on the model that never learned the concept. Without them the row has
+            no column of the excess.
+        names: All attacks.
+    """
     attribute = next(iter(runs[0]["evaluation"]["protocol"]["concept"]))
     rules = studies.rules_row(runs) if "time_to_unlearn" in runs[0]["run"] else None
     prompts = [name for name in names if name != "relearning"]
@@ -99,6 +123,7 @@ def row(
         f"{fid:+.1f}",
         f"{ratio(runs, 'clip_score', 'retained'):+.1f} %",
         rate([{"attempts": attempts_of(attacks, prompts)}]),
+        *([_excess_text(attacks, control, prompts)] if control else []),
         # every attack has the same prompts
         rate([{"attempts": attempts_of(attacks, prompts[:1])}], clean=True),
         *(rate(attacks[name]) if name in attacks else "-" for name in prompts),
@@ -109,6 +134,11 @@ def row(
         f"{runs[0]['size_mb']:.1f}" if "size_mb" in runs[0] else "-",
         str(len(runs)),
     ]
+
+
+def _excess_text(attacks: AttackRuns, control: AttackRuns, names: list[str]) -> str:
+    """Return the excess recovery of a method in points, "-" for the control itself."""
+    return "-" if attacks is control else share(excess_recovery(attacks, control, names))
 
 
 def cost(runs: Runs) -> list[str]:
@@ -166,13 +196,13 @@ def _image_counts(runs: Runs, when: str) -> dict[str, tuple[int, int]]:
 
 
 def standings_of(study: str, task: str) -> dict[str, Standing]:
-    """Return the methods of a task, by name."""
+    """Return the methods of a task, by name. A model that never learned the concept is none."""
     leaderboard, attacks = leaderboard_of(study), attack_runs(study)
     prompts = [name for name in leaderboard["attacks"] if name != "relearning"]
     return {
         name.removeprefix(f"{task}_"): standing(runs, attacks.get(name, {}), prompts)
         for name, runs in reports(study).items()
-        if runs[0]["task"] == task
+        if runs[0]["task"] == task and not is_control(leaderboard, name.removeprefix(f"{task}_"))
     }
 
 
@@ -423,6 +453,14 @@ def page(study: str) -> str:
         of = {name: runs for name, runs in every.items() if runs[0]["task"] == task}
         if not of:
             continue
+        control = next(
+            (
+                attacks[f"{task}_{method}"]
+                for method in leaderboard["methods"]
+                if is_control(leaderboard, method) and f"{task}_{method}" in attacks
+            ),
+            None,
+        )
         best_first = sorted(of, key=lambda name: order(of[name], attacks.get(name, {}), names))
         rows = [
             row(
@@ -430,6 +468,7 @@ def page(study: str) -> str:
                 implicit_runs=implicit_runs.get(name, []),
                 memory_runs=memory_runs.get(name, []),
                 attacks=attacks.get(name, {}),
+                control=control,
                 names=names,
             )
             for name in best_first
@@ -440,12 +479,18 @@ def page(study: str) -> str:
             claim_table(study, task),
             timed_table(study, task),
         )
-        whole = grids.with_note(table([head(names), *rows]))
+        whole = grids.with_note(table([head(names, with_excess=control is not None), *rows]))
         parts += [f"## {task}\n\n{whole}", *filter(None, tables)]
-    missing_methods = [
-        f"{task}: {', '.join(m for m in leaderboard['methods'] if f'{task}_{m}' not in every)}"
+    missing_by_task = {
+        task: [
+            method
+            for method in leaderboard["methods"]
+            if has_entry(leaderboard, task, method) and f"{task}_{method}" not in every
+        ]
         for task in leaderboard["tasks"]
-        if any(f"{task}_{m}" not in every for m in leaderboard["methods"])
+    }
+    missing_methods = [
+        f"{task}: {', '.join(methods)}" for task, methods in missing_by_task.items() if methods
     ]
     reasons = "\n".join(
         f"* {name}: {why}" for name, why in leaderboard.get("elsewhere", {}).items()
@@ -488,6 +533,9 @@ def _figure_text(study: str) -> str:
 
 def _reading_text(leaderboard: dict) -> str:
     """Return the section that explains the columns."""
+    excess = (
+        [EXCESS] if any(is_control(leaderboard, name) for name in leaderboard["methods"]) else []
+    )
     lines = [
         "Rates have 95 % Wilson intervals over the images of all training seeds. Points are after "
         "minus before, on the same prompts and seeds.",
@@ -496,6 +544,7 @@ def _reading_text(leaderboard: dict) -> str:
         f"Attacks: {leaderboard['attack']['n']} prompts a training seed, fewer where the original "
         "does not show the concept. ASR: the attack success rate, which includes prompts that "
         "succeed without an attack. Pre-ASR: the rate of those.",
+        *excess,
         "Relearning: fine-tuning on images of the concept with the options of the attack in the "
         "configuration. The steps to half depend strongly on these options.",
         "The tables are sorted by the larger of concept rate and attack success rate, plus the "
@@ -524,7 +573,7 @@ def _grids_text(scored_grids: str) -> str:
     )
 
 
-def head(names: list[str]) -> list[str]:
+def head(names: list[str], with_excess: bool) -> list[str]:
     """Return the head of a task's table."""
     prompts = [name for name in names if name != "relearning"]
     return [
@@ -539,6 +588,7 @@ def head(names: list[str]) -> list[str]:
         "FID (judge)",
         "CLIP score",
         "ASR, all prompt attacks %",
+        *(["excess over never learned, points"] if with_excess else []),
         "pre-ASR %",
         *prompts,
         "relearning: steps to half",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import yaml
 
+from concept_eraser.evaluation.seed_statistics import LEAST_SEEDS, SeedInterval, cluster_bootstrap
 from studies.rendering.common import pool
 from studies.result_tables import STUDIES, Results
 
@@ -16,6 +19,16 @@ AttackRuns = dict[str, Runs]  # attack -> its results, one a training seed
 def leaderboard_of(study: str) -> dict[str, Any]:
     """Return the configuration of a leaderboard."""
     return yaml.safe_load((STUDIES / f"{study}.yaml").read_text())
+
+
+def has_entry(leaderboard: dict[str, Any], task: str, method: str) -> bool:
+    """Return whether a task has a row of a method. A control needs a model of the task."""
+    return not is_control(leaderboard, method) or "control" in leaderboard["tasks"][task]
+
+
+def is_control(leaderboard: dict[str, Any], method: str) -> bool:
+    """Return whether a method is the model that never learned the concept."""
+    return "control" in leaderboard["methods"].get(method, {})
 
 
 def reports(study: str) -> dict[str, Runs]:
@@ -90,8 +103,7 @@ def attempts_of(attacks: AttackRuns, names: list[str]) -> Runs:
     Only models of training seeds with all these attacks count. So each attack has the same
     weight. The result is [] if there is no such seed.
     """
-    seeds = [{content["training_seed"] for content in attacks.get(name, [])} for name in names]
-    common = set.intersection(*seeds) if seeds else set()
+    common = seeds_of(attacks, names)
     return [
         a
         for name in names
@@ -99,6 +111,55 @@ def attempts_of(attacks: AttackRuns, names: list[str]) -> Runs:
         if content["training_seed"] in common
         for a in content["attempts"]
     ]
+
+
+def seeds_of(attacks: AttackRuns, names: Sequence[str]) -> set[int]:
+    """Return the training seeds whose models have all attacks of `names`."""
+    seeds = [{content["training_seed"] for content in attacks.get(name, [])} for name in names]
+    return set.intersection(*seeds) if seeds else set()
+
+
+def excess_recovery(
+    attacks: AttackRuns, control: AttackRuns, names: Sequence[str]
+) -> SeedInterval | None:
+    """Return the mean success of the attacks beyond that on a model that never learned the concept.
+
+    Each prompt under each attack is paired with the same prompt on the control. The unit of the
+    interval is the training seed where three or more seeds have all attacks. Otherwise it is the
+    prompt, and the interval does not hold for other trainings.
+
+    Args:
+        attacks: the attacks on the models of a method.
+        control: the attacks on the control, with the same prompts.
+        names: the attacks that count.
+
+    Returns:
+        The excess as a share, or None if a side lacks one of the attacks.
+
+    Raises:
+        ValueError: the attacks have different prompts.
+    """
+    common = seeds_of(attacks, names)
+    if not common or not seeds_of(control, names):
+        return None
+    by_unit: dict[Any, list[float]] = {}
+    for name in names:
+        expected = _successes(control[name][0])
+        for content in attacks[name]:
+            if content["training_seed"] not in common:
+                continue
+            found = _successes(content)
+            if found.keys() != expected.keys():
+                raise ValueError(f"{content['victim']}: {name} has other prompts than the control")
+            for prompt, success in found.items():
+                unit = content["training_seed"] if len(common) >= LEAST_SEEDS else prompt
+                by_unit.setdefault(unit, []).append(float(success) - float(expected[prompt]))
+    return cluster_bootstrap([np.array(values) for values in by_unit.values()])
+
+
+def _successes(content: dict[str, Any]) -> dict[tuple[str, int], bool]:
+    """Return whether each attacked prompt showed the concept in the end, by prompt and seed."""
+    return {(a["prompt"], a["seed"]): a["success"] for a in content["attempts"]}
 
 
 def order(runs: Runs, attacks: AttackRuns, names: list[str]) -> tuple[bool, float, float]:

@@ -670,7 +670,7 @@ def _lora_corpus(kohya: bool) -> Callable[[], bytes]:
         )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "lora.safetensors"
-            lora_files.save(model, [factors], path, kohya=kohya)
+            lora_files.save(model, [factors], path, naming="kohya" if kohya else "diffusers")
             return path.read_bytes()
 
     return make

@@ -59,7 +59,11 @@ def test_a_synonym_stands_for_its_concept() -> None:
 
 
 def test_the_bundled_model_does_not_know_other_words() -> None:
-    with pytest.raises(UserError, match=r"does not know 'giraffe'.*--model"):
+    with pytest.raises(UserError, match=r"does not know 'sttar'.*Did you mean 'star'\? It knows"):
+        make_plan(["sttar"])
+    with pytest.raises(
+        UserError, match=r"does not know 'giraffe', .* generate it\. It knows.*--model"
+    ):
         make_plan(["giraffe"])
 
 

@@ -71,3 +71,24 @@ def test_the_page_on_methods_names_every_method() -> None:
         if name not in methods and f"method: {name}" not in page
     ]
     assert missing == ["surgery"], "the rules of surgery stand there by their papers' names"
+
+
+def test_the_page_on_own_checkpoints_has_the_estimates_of_the_memory_page() -> None:
+    """Its table is written by hand, the one of the memory page by `benchmarks.estimates`."""
+    estimates: dict[tuple[str, str], str] = {}
+    rows = [line.strip("| ").split(" | ") for line in (DOCS / "memory.md").read_text().splitlines()]
+    (head,) = [row for row in rows if row[:2] == ["Model", "Trained"]]
+    for row in rows:
+        if row[0] == "Stable Diffusion 1.4, 512 px":
+            cells = zip(head[2:], row[2:], strict=True)
+            estimates |= {(row[1], preset): cell.strip("*") for preset, cell in cells}
+    trained = {
+        "the default LoRA": "LoRA, rank 64, all layers",
+        "the same, with larger micro-batches": "LoRA, rank 64, all layers",
+        "also all weights": "full",
+    }
+    page = (DOCS / "how_to" / "own_checkpoint.md").read_text()
+    stated = re.findall(r"`--memory (\w+)` \| ([\w ,-]+) \| ([\d.]+) GB / ([\d.]+) GB \|", page)
+    assert [name for _, name, *_ in stated] == list(trained)
+    for preset, name, *numbers in stated:
+        assert " / ".join(numbers) == estimates[trained[name], preset]

@@ -265,7 +265,7 @@ def test_a_folder_of_real_images_as_the_reference(
     settings = results["kid_judge"].settings
     assert settings["reference"].startswith("folder real (")
     assert settings["n_reference"] == 220
-    with pytest.raises(UserError, match="no images in nowhere"):
+    with pytest.raises(UserError, match="no images in nowhere: there is no such folder"):
         FID(reference="nowhere").measure(images_evidence)
 
 

@@ -89,7 +89,7 @@ def in_diffusers(path: Path, to: str, pipe: Any = None) -> torch.Tensor:
 
 
 CASES = [
-    *((to, "weights") for to in formats.FORMATS),
+    *((to, "weights") for to in formats.FORMATS if to != "comfyui"),  # not of this family
     *((to, kind) for kind in LORAS for to in ("lora", "kohya")),
 ]
 

@@ -137,10 +137,10 @@ def test_diffusers_generates_the_image(case: str, open_family, tmp_path: Path) -
     loras = make(model)
     expected = image(merge(model, loras))
     assert (expected - image(model)).abs().max() > 3, "the factors show"
-    for kohya in (True, False):
-        file = tmp_path / f"{kohya}.safetensors"
-        lora_files.save(model, loras, file, kohya=kohya)
-        assert (in_diffusers(name, folder, file) - expected).abs().max() <= 1, kohya
+    for naming in ("kohya", "diffusers"):
+        file = tmp_path / f"{naming}.safetensors"
+        lora_files.save(model, loras, file, naming=naming)
+        assert (in_diffusers(name, folder, file) - expected).abs().max() <= 1, naming
         assert (image(load(file, base=folder)) - expected).abs().max() <= 1, "and load reads it too"
 
 
@@ -150,7 +150,7 @@ def test_there_and_back(case: str, open_family, tmp_path: Path) -> None:
     name, make = CASES[case]
     _, model = open_family(name)
     loras = make(model)
-    lora_files.save(model, loras, tmp_path / "a.safetensors", kohya=True)
+    lora_files.save(model, loras, tmp_path / "a.safetensors", naming="kohya")
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         header = file.metadata()
     back = lora_files.read(model, load_file(tmp_path / "a.safetensors"), header, "a")
@@ -167,7 +167,9 @@ def test_there_and_back(case: str, open_family, tmp_path: Path) -> None:
 
 def test_the_names_are_those_that_sd_scripts_writes(open_family, tmp_path: Path) -> None:
     _, model = open_family("sdxl")
-    lora_files.save(model, CASES["all layers"][1](model), tmp_path / "a.safetensors", kohya=True)
+    lora_files.save(
+        model, CASES["all layers"][1](model), tmp_path / "a.safetensors", naming="kohya"
+    )
     names = set(load_file(tmp_path / "a.safetensors"))
     assert {
         "lora_unet_middle_block_1_transformer_blocks_1_attn2_to_k.lora_down.weight",
@@ -175,14 +177,18 @@ def test_the_names_are_those_that_sd_scripts_writes(open_family, tmp_path: Path)
         "lora_unet_label_emb_0_2.lora_up.weight",
         "lora_unet_input_blocks_3_0_in_layers_2.alpha",
     } <= names
-    lora_files.save(model, CASES["text encoders"][1](model), tmp_path / "b.safetensors", kohya=True)
+    lora_files.save(
+        model, CASES["text encoders"][1](model), tmp_path / "b.safetensors", naming="kohya"
+    )
     names = set(load_file(tmp_path / "b.safetensors"))
     assert {
         "lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha",
         "lora_te2_text_model_encoder_layers_1_self_attn_out_proj.alpha",
     } <= names
     _, model = open_family("flux")
-    lora_files.save(model, CASES["double blocks"][1](model), tmp_path / "c.safetensors", kohya=True)
+    lora_files.save(
+        model, CASES["double blocks"][1](model), tmp_path / "c.safetensors", naming="kohya"
+    )
     tensors = load_file(tmp_path / "c.safetensors")
     assert tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight"].shape == (
         3 * RANK,
@@ -256,7 +262,7 @@ def test_what_kohya_has_no_name_for(open_family, tmp_path: Path) -> None:
         _, model = open_family(name)
         one = factors(model.parts[part], part, lambda n, layer=layer: n == layer)
         with pytest.raises(UserError, match=message):
-            lora_files.save(model, [one], tmp_path / "x.safetensors", kohya=True)
+            lora_files.save(model, [one], tmp_path / "x.safetensors", naming="kohya")
 
 
 @pytest.mark.parametrize("name", ["sdxl", "flux"])

@@ -134,7 +134,7 @@ def test_the_same_change_comes_out_of_each_file(
 ) -> None:
     """By the formula of kohya's readers, by our reader, and by PEFT's layers in diffusers."""
     kohya = tmp_path / "kohya.safetensors"
-    lora_files.save(shared_tiny, [factors], kohya, kohya=True)
+    lora_files.save(shared_tiny, [factors], kohya, naming="kohya")
     assert {float(v) for k, v in load_file(kohya).items() if k.endswith("alpha")} == {ALPHA}
     by_formula = kohya_changes(kohya)
     pipe = plain(FOLDER)
@@ -274,6 +274,33 @@ def test_managers_see_the_version_of_the_base_model(
     assert shown["modelspec.resolution"] == resolution
     assert shown["modelspec.title"] == shown["ss_output_name"] == "no_star"
     assert ("modelspec.prediction_type" in shown) is not flux
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "version", "architecture", "resolution"),
+    [
+        ("zimage", "networks.lora_zimage", "z_image", "Z-Image/lora", "1024x1024"),
+        ("qwenimage", "networks.lora_qwen_image", "qwen_image", "Qwen-Image/lora", "1328x1328"),
+        ("flux2", "networks.lora_flux_2", "flux_2_klein_4b", "Flux.2-klein-4b/lora", "1024x1024"),
+    ],
+)
+def test_managers_see_the_version_of_the_newer_families(
+    family: str, module: str, version: str, architecture: str, resolution: str
+) -> None:
+    """The words are those of musubi-tuner. A Flux.2 of another size has none."""
+    model = model_of(family)
+    config = model.parts["denoiser"].config
+    config.num_layers, config.num_single_layers = 5, 20
+    tensors = {"a.lora_down.weight": torch.ones(2, 3), "a.alpha": torch.tensor(2.0)}
+    header = lora_metadata.network(model, tensors)
+    assert header["ss_network_module"] == module
+    assert (header["ss_base_model_version"], header["ss_v2"]) == (version, "False")
+    shown = lora_metadata.description(model, "no_star", "forgets star", tags="a", usage="1")
+    assert shown["modelspec.architecture"] == architecture
+    assert shown["modelspec.resolution"] == resolution
+    assert "modelspec.prediction_type" not in shown
+    config.num_layers = 8
+    assert (lora_metadata.base_version(model) is None) is (family == "flux2")
 
 
 def test_the_dry_run_states_the_size_of_the_file(tmp_path: Path, tiny: Any) -> None:

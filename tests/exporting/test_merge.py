@@ -167,6 +167,8 @@ def test_bad_merges_are_refused(runs, tmp_path: Path) -> None:
             merge.merge(*(runs[name] for name in sources), output=out, **options)
     with pytest.raises(UserError, match="--before"):
         merge.merge(runs["star"] / "pipeline", output=out)
+    with pytest.raises(UserError, match="nowhere is no run folder of this machine"):
+        merge.merge(tmp_path / "nowhere", output=out)
     assert not out.exists()
     with pytest.raises(UserError, match="exists already"):
         merge.merge(runs["star"], output=tmp_path)

@@ -128,6 +128,7 @@ def test_loading_what_is_in_memory(shared_tiny) -> None:
     [
         ("tiny-ds", "did you mean 'tiny-sd'"),
         ("no/such/folder/at all", "unknown model"),
+        ("./nowhere", "there is no such folder or file; check the path"),
         ("model.ckpt", "no such model"),
     ],
 )
@@ -208,11 +209,21 @@ def test_incomplete_and_foreign_folders(model_folder: Path, tmp_path: Path) -> N
     with pytest.raises(UserError, match="damaged"):
         load(str(model_folder))
     index.write_text(json.dumps(content))
+    vocabulary = model_folder / "tokenizer" / "tokenizer.json"
+    words = vocabulary.read_bytes()
+    vocabulary.unlink()  # transformers would build a tokenizer of two words
+    with pytest.raises(UserError, match="tokenizer holds no vocabulary"):
+        load(str(model_folder))
+    vocabulary.write_bytes(words)
     shutil.rmtree(model_folder / "vae")
     with pytest.raises(UserError, match="has no vae/"):
         load(str(model_folder))
     with pytest.raises(UserError, match="no diffusers pipeline"):
         load(str(tmp_path))
+    torn = tmp_path / "torn.safetensors"
+    torn.write_text("no tensors")
+    with pytest.raises(UserError, match="damaged or truncated"):
+        load(str(torn))
 
 
 @pytest.mark.parametrize("part", ["unet", "text_encoder", "vae"])

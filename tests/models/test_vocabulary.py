@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -68,6 +70,15 @@ def test_usable_tokens_come_back_from_their_text(shared_tiny) -> None:
     pieces = (~words.usable).nonzero()[:50, 0].tolist()
     assert not all(words.survives([[i] for i in pieces]))
     assert Words(words.tokenizer).usable is words.usable, "found once for a tokenizer"
+
+
+def test_a_copy_of_a_tokenizer_gives_the_same_texts(shared_tiny) -> None:
+    """transformers' own decoding of a copy returns 'a</w>red</w>star</w>'."""
+    words = shared_tiny.words
+    copied = Words(copy.deepcopy(words.tokenizer))
+    ids = words.ids(PROMPT)
+    assert copied.text(ids) == words.text(ids) == PROMPT
+    assert copied.survives([ids]) == [True]
 
 
 def test_words_like_a_name(shared_tiny) -> None:

@@ -447,3 +447,14 @@ def test_readers_of_both_programs_agree(tmp_path: Path) -> None:
     files = write(tmp_path, text, "p.toml"), write(tmp_path, [one])
     read: Sequence[leco_files.LecoFile] = [leco_files.read(path) for path in files]
     assert read[0].entries == read[1].entries
+
+
+def test_the_warning_about_training_names_what_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.yaml"
+    file.write_text(yaml.safe_dump(PROMPTS))
+    for changes, used in (
+        ([], "rank 4, alpha 1, 500 steps, learning rate 0.0001, AdamW"),
+        (["training.steps=9", "training.lr=1e-3"], "rank 4, alpha 1, AdamW"),
+    ):
+        (warning,) = (w for w in leco.load(file, changes).warnings if "LECO's own" in w)
+        assert warning.endswith(f"LECO's own are used: {used}")

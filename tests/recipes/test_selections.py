@@ -9,6 +9,8 @@ import time
 from typing import Any
 
 import pytest
+import torch
+from diffusers import DiTTransformer2DModel, ZImageTransformer2DModel
 
 from concept_eraser.recipes import recipe
 from concept_eraser.recipes.selections import SECONDS, problem, select
@@ -79,3 +81,26 @@ def test_what_is_no_selection(selection: str, words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)) as error:
         recipe.load(short(trainable__select=selection))
     assert len(str(error.value)) < 1500
+
+
+def test_a_model_without_cross_attention_names_what_it_has() -> None:
+    with torch.device("meta"):
+        zimage: Any = ZImageTransformer2DModel(
+            dim=16, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, axes_dims=[4, 2, 2]
+        )
+        dit: Any = DiTTransformer2DModel(num_layers=1, num_attention_heads=2)
+    for model, reason in (
+        (zimage, "image and text are one sequence with one set of weights"),
+        (dit, "it reads no text"),
+    ):
+        names = [name for name, _ in model.named_parameters()]
+        with pytest.raises(UserError) as error:
+            select(names, "cross_attention")
+        text = str(error.value)
+        assert f"matches none of the {len(names)} tensors ({reason})" in text
+        for selection in ("all", "blocks", "self_attention"):
+            assert f"{selection} ({len(select(names, selection))})" in text
+        assert "text_attention" not in text, "no selection of CLIP"
+        assert "all_but_cross_attention" not in text, "it is the same as all"
+        with pytest.raises(UserError, match=r"this model has all \(\d+\), blocks"):
+            select(names, "re:attn3")

@@ -46,6 +46,7 @@ def test_a_row_is_a_command(tmp_path: Path) -> None:
         ("", "found the columns none"),
         ("concept\n", "has no rows"),
         ("concepts\nstar\n", "found the columns concepts; expected name, concept"),
+        ("concept,kindd\nstar,object\n", "For 'kindd', did you mean 'kind'"),
         ("concept,recipe\nstar,x.yaml\n", "line 2: found concept and recipe"),
         ("concept,name\n,star\n", "line 2: found neither a concept nor a recipe"),
         ("concept\nstar\nstar\n", "line 3: the name 'star' is in an earlier row"),

@@ -19,7 +19,8 @@ from studies.result_tables import Results
 from studies.runs import recipe_of
 from tests.conftest import ROOT
 
-CONFIG = ROOT / "studies" / "configs" / "excess_recovery.yaml"
+CONFIGS = [ROOT / "studies" / "configs" / f"{study}.yaml" for study in rendering.STUDIES]
+STUDY = "excess_recovery"
 
 
 def attempts(values: list[bool]) -> dict[str, Any]:
@@ -62,15 +63,85 @@ def test_the_mean_of_several_controls_is_subtracted() -> None:
     assert rendering.excess(seeds, controls).value == pytest.approx(np.mean([0.5, 0.0]))
 
 
-def test_the_configuration_names_recipes_suites_and_attacks() -> None:
-    study = yaml.safe_load(CONFIG.read_text())
-    for entry in study["entries"].values():
-        assert recipe_of({"recipe": entry["recipe"]}, {}, 0).forget.prompts
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_the_configuration_names_recipes_suites_and_attacks(config: Path) -> None:
+    study = yaml.safe_load(config.read_text())
+    for name, entry in study["entries"].items():
+        points = study["grids"][entry["grid"]] if "grid" in entry else [{}]
+        for point in points:
+            recipe = recipe_of(excess_recovery.erasure_of(study, name, "heart"), point, 0)
+            assert recipe.resolved()["forget"]["prompts"] == "protocol2_heart"
     for name in study["concepts"]:
         recipes.load("tiny_star_munba", [f"forget.prompts=protocol2_{name}"])
         assert study["concepts"][name]["suite"] == f"protocol2_{name}_test"
     for attack in study["attacks"].values():
         excess_recovery.protocol_of(study, "protocol2_heart_test", attack)
+
+
+def test_rules_are_compared_over_seeds_with_one_correction_for_the_table() -> None:
+    """One rule is worse in each seed and by each of two attacks, the other is the same."""
+    hits = {"sum": (4, 5, 3), "worse": (16, 16, 15), "same": (4, 5, 3)}
+    contents = [
+        {
+            **attempts([True] * count + [False] * (20 - count)),
+            "kind": "erased",
+            "model": model,
+            "label": model.upper(),
+            "seed": seed,
+            "attack": attack,
+        }
+        for model, counts in hits.items()
+        for seed, count in enumerate(counts)
+        for attack in ("soft_prompt", "completion")
+    ]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in rendering.comparison_table(contents, "sum").splitlines()
+        if line.startswith(("| soft", "| completion"))
+    ]
+    assert [row[:2] for row in rows] == [
+        ["soft prompt", "WORSE"],
+        ["soft prompt", "SAME"],
+        ["completion", "WORSE"],
+        ["completion", "SAME"],
+    ]
+    assert rows[0][2].startswith("58.3 [")
+    assert float(rows[0][4]) == pytest.approx(4 * float(rows[0][3]), abs=0.02)  # of four rows
+    assert rows[1][2:] == ["0.0 (all alike)", "-", "-"]
+    assert rendering.comparison_table(contents[:4], "sum") == ""  # two seeds
+
+
+def test_a_setting_is_chosen_on_another_concept_and_only_once(
+    no_results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = yaml.safe_load((ROOT / "studies" / "configs" / "combination_rules.yaml").read_text())
+    results, calls = Results("combination_rules"), []
+
+    def select(study: dict, name: str, *, entry: dict, work: Path, judge: str) -> list[dict]:
+        calls.append(entry["set"]["forget.prompts"])
+        scores = [0.5, 0.7, 0.9, 0.6]
+        grid = zip(study["grids"][entry["grid"]], scores, strict=True)
+        return [
+            {"point": point, "score": score, "share": [0.0], "attacked": [0.1]}
+            for point, score in grid
+        ]
+
+    monkeypatch.setattr(excess_recovery.selection, "select", select)
+    for _ in range(2):
+        assert excess_recovery.choose(results, study, "munba", work=no_results) == {
+            "training.lr": 2e-3
+        }
+    assert calls == ["protocol2_star"]
+    page = rendering.page("combination_rules")
+    assert "| MUNBa | 0.002 | 0 | 10 | 0.900 | yes |" in page
+    assert "## heart" not in page
+
+    study["grids"]["rates"].append({"training.lr": 8e-3})  # another grid is scored anew
+    monkeypatch.setattr(
+        excess_recovery.selection, "select", lambda *a, **k: [{"point": {}, "score": 0}]
+    )
+    assert excess_recovery.choose(results, study, "munba", work=no_results) == {}
+    assert excess_recovery.choose(results, {"entries": {"uce": {}}}, "uce", work=no_results) == {}
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +189,8 @@ def test_the_study_attacks_continues_and_renders(
         "seeds": [0],
         "work": no_results / "work",
     }
-    excess_recovery.run(study, **call)
-    results = Results(rendering.STUDY)
+    results = Results(STUDY)
+    excess_recovery.run(study, results, **call)
     assert list(results) == [
         "heart_control_1_completion",
         "heart_uce_seed0",
@@ -128,13 +199,13 @@ def test_the_study_attacks_continues_and_renders(
     assert results["heart_uce_seed0"]["evaluation"]["control"]["predictions"]
     before = dict(results)
     monkeypatch.setattr(excess_recovery.runner, "run", None)  # a new attack would be an error
-    excess_recovery.run(study, **call)
+    excess_recovery.run(study, results, **call)
     assert dict(results) == before
-    page = rendering.page()
+    page = rendering.page(STUDY)
     assert "| without text | completion | UCE | 1 |" in page
     assert "## heart" in page
     assert render_results.TABLES  # the page is one of those that the command renders
-    assert rendering.STUDY in rendering.PAGES
+    assert STUDY in rendering.PAGES
 
 
 def test_a_control_of_another_concept_is_refused(control: Path) -> None:

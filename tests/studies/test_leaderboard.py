@@ -185,6 +185,35 @@ def test_attempts_are_of_the_seeds_that_every_attack_has() -> None:
     )
 
 
+def campaigns_of(seed: int, *hits: bool) -> dict:
+    attempts = [{"prompt": f"p{i}", "seed": i, "success": hit} for i, hit in enumerate(hits)]
+    return {"victim": "star_one", "training_seed": seed, "attempts": attempts}
+
+
+def test_the_excess_is_paired_with_the_prompts_of_the_control() -> None:
+    """Two of four attempts succeed beyond the control, on which one succeeds."""
+    control = {"soft": [campaigns_of(0, True, False)], "tokens": [campaigns_of(0, False, False)]}
+    attacks = {"soft": [campaigns_of(0, True, True)], "tokens": [campaigns_of(0, True, False)]}
+    many = [campaigns_of(0, *[i % 3 > 0 for i in range(12)])]
+    none = {"soft": [campaigns_of(0, *[False] * 12)]}
+    value = leaderboard_rows.excess_recovery({"soft": many}, none, ["soft"])
+    assert value is not None
+    assert (value.value, value.seeds) == (pytest.approx(8 / 12), 12)  # the prompts
+    assert 0 < value.low < 8 / 12 < value.high
+
+    three = {
+        name: [{**campaign, "training_seed": seed} for campaign in runs for seed in (0, 1, 2)]
+        for name, runs in attacks.items()
+    }
+    by_seed = leaderboard_rows.excess_recovery(three, control, ["soft", "tokens"])
+    assert by_seed is not None
+    assert (by_seed.value, by_seed.seeds) == (pytest.approx(0.5), 3)
+
+    assert leaderboard_rows.excess_recovery(attacks, control, ["soft", "seeds"]) is None
+    with pytest.raises(ValueError, match="other prompts"):
+        leaderboard_rows.excess_recovery({"soft": many}, control, ["soft"])
+
+
 def panel_of(*standings: Standing, title: str = "star") -> marks.Panel:
     (original,) = marks.of_task([standing(marks.ORIGINAL, 290, 0, 3)])
     return marks.Panel(title, marks.of_task(standings), marks.under_attack(original))
@@ -242,11 +271,15 @@ def test_a_figure_names_at_most_a_dozen_methods(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_interactive_figure_has_all_methods_and_no_other_file() -> None:
+    """A method is in the panels of the tasks that it was attacked on, and in the means of all."""
     ((path, text),) = pages.hover_pages().items()
     assert path.name == "tiny_leaderboard.hover.html"
     assert text.count("<svg") == 2 * (1 + len(LEADERBOARD["tasks"]))
-    for method in LEADERBOARD["methods"].values():
-        assert text.count(f'data-name="{method["label"]}"') == text.count("<svg"), method
+    measured = [pages.standings("tiny_leaderboard", task) for task in LEADERBOARD["tasks"]]
+    for name, method in LEADERBOARD["methods"].items():
+        tasks = sum(name in methods for methods in measured)
+        panels = tasks + (tasks == len(measured))
+        assert text.count(f'data-name="{method["label"]}"') == 2 * panels, method
     assert "untouched model" in text
     assert "prefers-color-scheme: dark" in text
     assert not re.findall(r"(?:src|href)=\"(?!tiny_leaderboard\.md)", text)
@@ -341,6 +374,14 @@ def test_a_safeguard_is_a_victim_without_training() -> None:
     assert entry["guard"] == ["sld-weak:blue", "sld-medium:blue", "sld-strong:blue", "sld-max:blue"]
     model, how = leaderboard.victim({"point": {"guard": "sld-max:blue"}}, Path("nowhere"))
     assert (model, how["guard"]) == ("tiny-sd", "sld-max:blue")
+
+
+def test_a_model_that_never_learned_the_concept_has_a_row_where_its_task_names_one() -> None:
+    entries = leaderboard.expand(LEADERBOARD)["entries"]
+    assert entries["star_never"]["model"] == "tiny-sd-without-star"
+    assert "blue_never" not in entries
+    model, how = leaderboard.victim({"point": {"model": "tiny-sd-without-star"}}, Path("nowhere"))
+    assert (model, how) == ("tiny-sd-without-star", {"before": "tiny-sd"})
 
 
 def test_a_safeguard_is_measured_at_the_setting_that_the_first_task_chose(tmp_path: Path) -> None:

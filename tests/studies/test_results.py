@@ -14,6 +14,7 @@ import yaml
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
 from studies import guidance, leaderboard, render_results, result_tables, runs
+from studies.rendering import excess_recovery
 from studies.rendering.common import LIMITS
 from studies.result_tables import Results
 from tests.conftest import ROOT
@@ -23,7 +24,8 @@ STUDIES = [
     path.stem
     for path in (ROOT / "studies" / "configs").glob("*.yaml")
     if ("\nentries:" in path.read_text() or "\nattack:" in path.read_text())
-    and path.stem != "excess_recovery"  # its results are evaluations and attacks, not runs
+    # their results are evaluations and attacks, not runs
+    and path.stem not in excess_recovery.STUDIES
 ]
 TABLES = {path.name.split(".")[0]: path for path in sorted(RESULTS.glob("*.jsonl.xz"))}
 
@@ -143,7 +145,12 @@ def test_selection_seeds_are_not_reported() -> None:
             for task, case in itertools.product(study["tasks"], study["cases"]):
                 runs.recipe_of(guidance.case(study, task, case), {}, study["seed"])
             continue
-        if "concepts" in study:  # a study of `erase CONCEPT` at its own setting
+        if "concepts" in study:  # a setting is its own, or chosen on a concept that is not reported
+            select = study.get("select")
+            if select:
+                assert select["concept"] not in study["concepts"]
+                assert not set(select["seeds"]) & set(study["seeds"])
+                assert select["image_seed"] != suites.load(select["suite"]).seed
             continue
         if "runs" in study:  # recipes at their own settings
             for run in study["runs"].values():
@@ -159,7 +166,7 @@ def test_selection_seeds_are_not_reported() -> None:
             "nothing is chosen by the images that are reported"
         )
         for entry in study["entries"].values():
-            if "guard" in entry:  # a safeguard has no recipe
+            if "guard" in entry or "model" in entry:  # nothing is trained
                 continue
             for point in study["grids"][entry["grid"]] if entry.get("grid") else [{}]:
                 changes = {**entry.get("set", {}), **point}

@@ -265,7 +265,9 @@ def test_a_pipeline_in_memory(tiny, tmp_path: Path) -> None:
 def test_a_run_is_measured_with_the_suite_of_its_forget_set() -> None:
     from concept_eraser.runs import suite_matching
 
-    assert suite_matching.suite_of("nowhere") == "tiny_star"
+    assert suite_matching.suite_of("tiny-sd") == "tiny_star"
+    with pytest.raises(UserError, match=r"nowhere is no run folder, .* give a suite with --suite"):
+        suite_matching.suite_of("nowhere")
 
 
 def test_overlapping_prompts_are_refused(tmp_path: Path) -> None:

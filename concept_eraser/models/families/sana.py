@@ -103,8 +103,12 @@ class Sana(Captioned, Flow):
         self._only_read(weights, rows)
         ids, mask = tokens.tensors["ids"], tokens.tensors["mask"]
         states = self.pipeline.text_encoder(ids, attention_mask=mask)[0]
-        places = [0, *range(ids.shape[1] - LENGTH + 1, ids.shape[1])]
-        return Condition({"states": states[:, places], "mask": mask[:, places]})
+        return Condition({"states": self._read_tokens(states), "mask": self._read_tokens(mask)})
+
+    def _read_tokens(self, values: Tensor) -> Tensor:
+        """Return the first and the last 299 of all tokens: the instruction is left out."""
+        places = [0, *range(values.shape[1] - LENGTH + 1, values.shape[1])]
+        return values[:, places]
 
     def null(self) -> Condition:
         """Return the condition of the empty prompt without the instruction."""

@@ -30,7 +30,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from concept_eraser.models.base import Model
-from concept_eraser.models.folder_check import check_pipeline
+from concept_eraser.models.completeness import require_vocabulary
+from concept_eraser.models.folder_check import check_pipeline, components
 from concept_eraser.models.single_file import ldm, text, transformers
 from concept_eraser.models.single_file.places import Place
 from concept_eraser.utils.errors import UserError
@@ -274,6 +275,9 @@ def read(file: Path, config: str, file_parts: set[str]) -> Any:
     ]
     if class_name not in _CLASSES or not {"denoiser", *weight_parts} <= file_parts:
         return None
+    for name in components(content):
+        if name.startswith("tokenizer"):
+            require_vocabulary(Path(config) / name)
     absent = {
         n: None
         for n, kind in content.items()

@@ -1,8 +1,12 @@
-"""The transformers of SD 3 and Flux under the names of their original code.
+"""The transformers of SD 3, Flux, Flux.2 and Z-Image under the names of their original code.
 
-The code is Stability's MMDiT and that of Black Forest Labs. Both keep q, k and v of a joint block
-in one projection; Flux's single blocks also the feed-forward's first layer. diffusers splits a
-modulation into (scale, shift), the original code into (shift, scale): those are swapped.
+The code is Stability's MMDiT, that of Black Forest Labs and that of Z-Image's checkpoints. All keep
+q, k and v of a joint block in one projection; Flux's single blocks also the feed-forward's first
+layer. diffusers splits a modulation into (scale, shift), the original code into (shift, scale):
+those are swapped.
+
+Of Flux.2 and Z-Image the tables have the layers that a LoRA adapts, and no norms: they are for
+LoRA files only. They agree with diffusers 0.42.1, loaders/single_file_utils.py, lines 3852-4134.
 """
 
 from __future__ import annotations
@@ -97,6 +101,45 @@ FLUX_TOP = (
     _one("final_layer.linear", "proj_out"),
     _one("final_layer.adaLN_modulation.1", "norm_out.linear", "swap"),
 )
+_S2 = f"{_S}.attn"
+FLUX2_BLOCK: tuple[Rows, ...] = (
+    _qkv(f"{_D}.img_attn.qkv", f"{_B}.attn", *_T),
+    _qkv(f"{_D}.txt_attn.qkv", f"{_B}.attn", *_ADDED),
+    _one(f"{_D}.img_attn.proj", f"{_B}.attn.to_out.0"),
+    _one(f"{_D}.txt_attn.proj", f"{_B}.attn.to_add_out"),
+    _one(f"{_D}.img_mlp.0", f"{_B}.ff.linear_in"),
+    _one(f"{_D}.img_mlp.2", f"{_B}.ff.linear_out"),
+    _one(f"{_D}.txt_mlp.0", f"{_B}.ff_context.linear_in"),
+    _one(f"{_D}.txt_mlp.2", f"{_B}.ff_context.linear_out"),
+    _one("single_blocks.{i}.linear1", f"{_S2}.to_qkv_mlp_proj"),
+    _one("single_blocks.{i}.linear2", f"{_S2}.to_out"),
+)
+FLUX2_TOP = (  # without norm_out.linear, whose rows are swapped
+    _one("img_in", "x_embedder"),
+    _one("txt_in", "context_embedder"),
+    _one("time_in.in_layer", "time_guidance_embed.timestep_embedder.linear_1"),
+    _one("time_in.out_layer", "time_guidance_embed.timestep_embedder.linear_2"),
+    _one("final_layer.linear", "proj_out"),
+)
+FLUX2_MODULATION = (
+    _one("double_stream_modulation_img.lin", "double_stream_modulation_img.linear"),
+    _one("double_stream_modulation_txt.lin", "double_stream_modulation_txt.linear"),
+    _one("single_stream_modulation.lin", "single_stream_modulation.linear"),
+)
+_Z = ("layers.{i}", "noise_refiner.{i}", "context_refiner.{i}")
+_Z_SAME = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.0")
+ZIMAGE_BLOCK: tuple[Rows, ...] = tuple(
+    row
+    for block in _Z
+    for row in (
+        _qkv(f"{block}.attention.qkv", f"{block}.attention", *_T),
+        _one(f"{block}.attention.out", f"{block}.attention.to_out.0"),
+        *(_one(f"{block}.{name}", f"{block}.{name}") for name in _Z_SAME),
+    )
+)
+ZIMAGE_TOP = tuple(
+    _one(name, name) for name in ("cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2")
+)
 
 
 def sd3(module: Any, prefix: str = "") -> Iterator[Place]:
@@ -120,6 +163,27 @@ def flux(module: Any) -> Iterator[Place]:
     scales = _places(own, FLUX_SCALES, count)
     places += [Place(p.part, p.name.removesuffix("weight") + "scale", p.sources) for p in scales]
     return iter(_complete(own, places))
+
+
+def flux2_layers(module: Any, *, modulation: bool) -> Iterator[Place]:
+    """Return the places of the layers of Flux.2's transformer, of weights and biases.
+
+    modulation: With the layers that modulate all blocks.
+    """
+    own, config = module.state_dict(), module.config
+    blocks = range(max(config.num_layers, config.num_single_layers))
+    top = (*FLUX2_TOP, *FLUX2_MODULATION) if modulation else FLUX2_TOP
+    return iter([*_places(own, top, range(1)), *_places(own, FLUX2_BLOCK, blocks)])
+
+
+def zimage_layers(module: Any) -> Iterator[Place]:
+    """Return the places of the layers of Z-Image's transformer, of weights and biases.
+
+    The first and the last layer have other names in ComfyUI and in diffusers, and no place here.
+    """
+    own, config = module.state_dict(), module.config
+    blocks = range(max(config.n_layers, config.n_refiner_layers))
+    return iter([*_places(own, ZIMAGE_TOP, range(1)), *_places(own, ZIMAGE_BLOCK, blocks)])
 
 
 def _places(own: Mapping[str, Any], table: tuple[Rows, ...], blocks: range) -> Iterator[Place]:
