@@ -66,7 +66,8 @@ def _describe_prompts(
         full_size_model.configure(recipe.model_options)
     lines.append(_weights(recipe, full_size_model))
     if not dry_run.edits(recipe):
-        lines += memory_estimate.estimate(recipe, full_size_model).lines()
+        saved = recipe.weights_to_save(has_name=not allow_pickle)
+        lines += memory_estimate.estimate(recipe, full_size_model, saved=saved).lines()
     lines += _disk(recipe, full_size_model, folder, allow_pickle, in_fp32=plan.hollow)
     return [*lines, *_describe_steps(plan, two_steps)]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,17 +107,19 @@ class StoredPart:
             module.save_pretrained(place, safe_serialization=True)
 
     @torch.no_grad()
-    def rounding(self, tensors: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> float:
+    def rounding(
+        self, tensors: Mapping[str, Tensor], changes: Iterable[tuple[str, Tensor]]
+    ) -> float:
         """Return what the checkpoint's precision leaves out of a change, relative to the change.
 
         It is sqrt(sum ||round(W) - W||^2 / sum ||change||^2), and 0 for a checkpoint in fp32.
 
         Args:
             tensors: The changed tensors W in fp32, by name.
-            changes: Their differences from the original. Other names do not count.
+            changes: Their names, with the differences from the original. Other names do not count.
         """
         lost, total = 0.0, 0.0
-        for name, change in changes.items():
+        for name, change in changes:
             value = tensors[name].cpu()
             rounded = value.to(self.dtype_of(name)).to(value.dtype)
             lost += float((rounded - value).double().square().sum())

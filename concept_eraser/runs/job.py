@@ -467,13 +467,14 @@ class Job:
         saved = self.recipe.weights_to_save(has_name=self.base is not None)
         if saved != "pipeline" or stored is None or stored.usual == torch.float32:
             return {}
+        # one after the other: all of them are as large as the trained weights
         if factors is not None:
-            changes = {f"{layer}.weight": factors.change(layer) for layer in factors.layers}
+            changes = ((f"{layer}.weight", factors.change(layer)) for layer in factors.layers)
         else:
-            changes = {
-                name: changed_tensors[name] - value.cpu()
+            changes = (
+                (name, changed_tensors[name] - value.cpu())
                 for name, value in eraser.originals.items()
-            }
+            )
         share = stored.rounding(changed_tensors, changes)
         if not share <= COARSE:
             _LOG.warning(

@@ -21,6 +21,7 @@ from concept_eraser.erasers.base import Inseparable
 from concept_eraser.losses import LossSettings
 from concept_eraser.methods.base import Method
 from concept_eraser.models.base import Condition, Model
+from concept_eraser.models.latent import Latent
 from concept_eraser.recipes.objective_fields import PROMPTED, ObjectiveSpec
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
@@ -33,11 +34,16 @@ from concept_eraser.training.memory import Estimate
 from concept_eraser.training.placement import narrowable_of, needed
 
 
-def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
+def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "changed") -> Estimate:
     """Estimate the memory of a recipe with target denoiser or text_encoder.
 
-    gpu: count CUDA's own memory, and the copies of its optimisers. The loss `histogram` is counted
-    without its judge. The model may be on the meta device.
+    The loss `histogram` is counted without its judge.
+
+    Args:
+        recipe: The recipe.
+        model: Its model. It may be on the meta device.
+        gpu: Count CUDA's own memory, and the copies of its optimisers.
+        saved: What is written at the end: "lora", "changed" or "pipeline".
     """
     if recipe.target not in PROMPTED:
         raise ValueError(
@@ -53,6 +59,7 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
         if training.frozen == "bf16"
         else []
     )
+    writing = _writing(recipe, model) if saved == "pipeline" else {}
     with ExitStack() as stack:
         adapter = add_adapter(recipe, part, names)
         if adapter is not None:
@@ -90,7 +97,16 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True) -> Estimate:
         "the optimiser's state": parameters.state(),
         "the average of the weights": parameters.bytes if parameters.ema else 0,
     }
-    return Estimate(always, memory.moments(parameters, pass_bytes), making)
+    is_moved = training.offload or training.frozen == "bf16"  # see Placement.undo
+    if writing:
+        writing |= {"their values before": parameters.bytes, **({} if is_moved else context)}
+    return Estimate(
+        always,
+        memory.moments(parameters, pass_bytes),
+        making,
+        writing=writing,
+        is_written_on_cpu=is_moved and gpu,
+    )
 
 
 @contextmanager
@@ -107,6 +123,21 @@ def _as_trained(model: Any, checkpointing: bool, narrow: bool) -> Iterator[None]
 def _weights(model: Model, parts: Any) -> dict[str, int]:
     """Return the bytes of some parts' weights, in the precision of the tensors."""
     return {f"weights of {name}": memory.weights_of(model.parts[name]) for name in parts}
+
+
+def _writing(recipe: Recipe, model: Model) -> dict[str, int]:
+    """Return the bytes by their use while the whole model is written.
+
+    The part that was trained is converted to the precision of its checkpoint at once.
+    """
+    stored = model.stored.get(recipe.target) if isinstance(model, Latent) else None
+    tensors = {id(one): (name, one) for name, one in model.parts[recipe.target].named_parameters()}
+    copies = [
+        one.numel() * stored.dtype_of(name).itemsize
+        for name, one in tensors.values()
+        if stored is not None and stored.dtype_of(name) != one.dtype
+    ]
+    return {**_weights(model, model.parts), "the trained part as it is written": sum(copies)}
 
 
 Task = tuple[Callable[[], Any], bool]  # the computation, and whether it is in bf16

@@ -251,11 +251,21 @@ def moments(parameters: Trained, pass_bytes: int) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate in bytes by their use."""
+    """An estimate in bytes by their use.
+
+    Attributes:
+        always: What is in use during the whole training.
+        moments: What is in use beside it, at the moments with the highest memory.
+        making: All that is in use while the examples are made.
+        writing: All that is in use while the whole model is written at the end, if it is.
+        is_written_on_cpu: Whether the model is on the CPU by then, in a training on a GPU too.
+    """
 
     always: Mapping[str, int]
     moments: Mapping[str, Mapping[str, int]]
     making: Mapping[str, int] = field(default_factory=dict)
+    writing: Mapping[str, int] = field(default_factory=dict)
+    is_written_on_cpu: bool = False
 
     @property
     def fullest(self) -> str:
@@ -271,7 +281,8 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        return max(self.training, self.examples)
+        at_the_end = 0 if self.is_written_on_cpu else sum(self.writing.values())
+        return max(self.training, self.examples, at_the_end)
 
     def lines(self) -> list[str]:
         """Return lines for people, in GB (2^30 bytes), the largest first."""
@@ -284,7 +295,14 @@ class Estimate:
         examples_text = (
             f"; while the examples are made {self.examples / GB:.2f} GB" if self.making else ""
         )
+        place = " of the CPU's memory" if self.is_written_on_cpu else ""
+        writing_text = (
+            f"; while the model is written {sum(self.writing.values()) / GB:.2f} GB{place}"
+            if self.writing
+            else ""
+        )
         return [
-            f"memory (an estimate, not measured): {self.training / GB:.2f} GB{examples_text}",
+            f"memory (an estimate, not measured): {self.training / GB:.2f} GB{examples_text}"
+            f"{writing_text}",
             f"  of which {parts_text}",
         ]

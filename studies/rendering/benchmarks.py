@@ -75,7 +75,8 @@ def full_size_page(content: dict[str, Any]) -> str:
         plans = {r["step"].removeprefix("dry run: "): r for r in rows if "disk_estimate_mb" in r}
         for row in rows:
             memory = row.get("memory_mb")
-            plan = plans.get(row["step"].removeprefix("erase: "))
+            is_run = row["step"].startswith("erase")
+            plan = plans.get(row["step"].partition(": ")[2]) if is_run else None
             lines.append(
                 [
                     row["step"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,12 @@ def test_memory_and_errors_are_those_of_the_process(tmp_path: Path) -> None:
     assert 90 < large["memory_mb"] - small["memory_mb"] < 110
     with pytest.raises(SystemExit, match="ended with 3"):
         full_size.measure([sys.executable, "-c", "raise SystemExit(3)"], place)
+    heapless = full_size.measure(
+        [sys.executable, "-c", "import os; print(os.environ['MALLOC_MMAP_THRESHOLD_'])"],
+        place,
+        full_size.HEAPLESS,
+    )
+    assert heapless["text"] == f"{2**20}\n"
     limited = replace(place, memory=0.05)
     full_size.measure([sys.executable, "-c", script.format(size=1)], limited)
     step = partial(full_size.measure, [sys.executable, "-c", script.format(size=100)], limited)
@@ -64,7 +71,9 @@ def test_the_steps_of_sdxl_run_on_a_tiny_one_in_bf16(
     """Each command is called in this process, which saves the time of importing the libraries."""
     place = full_size.Place("tiny-sdxl", tmp_path, full_size.PIXELS["tiny-sdxl"])
 
-    def call(words: list[str], place: full_size.Place) -> dict[str, Any]:
+    def call(
+        words: list[str], place: full_size.Place, settings: Mapping[str, str] = full_size.HEAPLESS
+    ) -> dict[str, Any]:
         if words[1] == "-c":
             monkeypatch.setattr(sys, "argv", words[2:])
             capsys.readouterr()
@@ -77,7 +86,7 @@ def test_the_steps_of_sdxl_run_on_a_tiny_one_in_bf16(
         return {"seconds": 0.0, "memory_mb": 1, "text": text}
 
     monkeypatch.setattr(full_size, "measure", call)
-    left_out = ("profile", "dry run")  # the steps of the bundled model test these
+    left_out = ("profile", "dry run", "erase without")  # the steps of the bundled model test these
     names = [name for name in full_size.steps(place) if not name.startswith(left_out)]
     output = tmp_path / "full_size.json"
     full_size.run(place, output, names)

@@ -140,11 +140,11 @@ def test_the_rounding_is_the_lost_share_of_the_change() -> None:
     value = {"w": torch.tensor([1 + 2**-9, 1.0])}
     change = {"w": torch.tensor([2**-9, 0.0])}
     in_bf16, in_fp32 = (StoredPart({"w": dtype}) for dtype in (torch.bfloat16, torch.float32))
-    assert in_bf16.rounding(value, change) == 1.0
-    assert in_fp32.rounding(value, change) == 0.0
+    assert in_bf16.rounding(value, change.items()) == 1.0
+    assert in_fp32.rounding(value, change.items()) == 0.0
     twice = {"w": torch.tensor([1 + 2**-9, 1 + 2**-7])}
-    assert in_bf16.rounding(twice, {"w": twice["w"] - 1}) == pytest.approx((1 / 17) ** 0.5)
-    assert in_bf16.rounding(value, {}) == 0.0
+    assert in_bf16.rounding(twice, [("w", twice["w"] - 1)]) == pytest.approx((1 / 17) ** 0.5)
+    assert in_bf16.rounding(value, []) == 0.0
 
 
 def test_only_files_that_the_libraries_load_count(tmp_path: Path) -> None:

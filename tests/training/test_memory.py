@@ -321,6 +321,23 @@ def test_the_estimate_agrees_with_the_peak(
     assert estimate.training == pytest.approx(actual, rel=0.1)
 
 
+def test_the_estimate_of_writing_counts_the_part_in_its_checkpoints_precision(tiny: Any) -> None:
+    """The bundled checkpoint is in fp16, so the trained part is there in both precisions."""
+    job = recipe.load(short(save="pipeline"))
+    estimate = memory_estimate.estimate(job, tiny, gpu=False, saved="pipeline")
+    with Peak() as peak, tiny.stored["denoiser"].precision(tiny.denoiser):
+        held = peak.now
+    assert held > 0
+    assert estimate.writing["the trained part as it is written"] == held
+    size = sum(estimate.writing.values())
+    assert size > held + sum(memory.weights_of(part) for part in tiny.parts.values())
+    assert f"; while the model is written {size / memory.GB:.2f} GB" in estimate.lines()[0]
+    offloading = recipe.load(short(training__offload=True, save="pipeline"))
+    line = memory_estimate.estimate(offloading, tiny, saved="pipeline").lines()[0]
+    assert line.endswith("GB of the CPU's memory")
+    assert not memory_estimate.estimate(job, tiny, saved="changed").writing
+
+
 def test_pretending_leaves_a_model_as_it_was(tiny: Any) -> None:
     before = {k: (id(v), v.clone()) for k, v in tiny.denoiser.named_parameters()}
     with memory.pretending(tiny.denoiser, narrow=[w for _, w in narrowable(tiny.denoiser)]):
