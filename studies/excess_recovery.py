@@ -113,11 +113,11 @@ def choose(results: Results, study: Mapping[str, Any], entry: str, *, work: Path
             "concept": select["concept"],
             "seeds": select["seeds"],
             "grid": scores,
+            "point": max(scores, key=lambda row: row["score"])["point"],
             "settings": settings,
             "environment": provenance.describe(),
         }
-    best = max(results[key]["grid"], key=lambda row: row["score"])
-    return cast(Content, best["point"])
+    return cast(Content, results[key]["point"])
 
 
 def train(

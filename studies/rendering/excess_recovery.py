@@ -262,16 +262,15 @@ def settings_table(results: Mapping[str, Content]) -> str:
         return ""
     rows = [["model", "setting", "concept rate %", "soft prompt %", "score", "chosen"]]
     for content in selections:
-        best = max(content["grid"], key=lambda row: row["score"])
-        marks = grids.edges(best["point"], [row["point"] for row in content["grid"]])
+        marks = grids.of_row(content)
         rows += [
             [
                 content["label"],
-                setting(row["point"], marks if row is best else None),
+                setting(row["point"], marks if row["point"] == content["point"] else None),
                 " / ".join(f"{100 * value:.0f}" for value in row["share"]),
                 " / ".join(f"{100 * value:.0f}" for value in row["attacked"]),
                 f"{row['score']:.3f}",
-                "yes" if row is best else "",
+                "yes" if row["point"] == content["point"] else "",
             ]
             for row in content["grid"]
         ]
