@@ -51,6 +51,7 @@ def quickstart(
     from concept_eraser.reporting.single_run import verdict
     from concept_eraser.storage.writers import write_text
 
+    _use_idle_cores()
     words = [RECIPE, *FEWER_STEPS, *fast_precision(), *(overrides or ())]
     start = time.monotonic()
     with bars(quiet) as progress:
@@ -97,3 +98,22 @@ def quickstart(
     )
     typer.echo(f"images: {output / 'before_after.png'}")
     typer.echo(f"report:   {path.resolve()}")
+
+
+def _use_idle_cores() -> None:
+    """Use no more threads than cores are idle, unless the user set their number."""
+    import os
+
+    import torch
+
+    from concept_eraser.utils import idle_cores
+
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    idle, threads = idle_cores.count(), torch.get_num_threads()
+    if idle is not None and idle < threads:
+        torch.set_num_threads(idle)
+        typer.echo(
+            f"note: other processes are busy, so {idle} of {threads} threads are used; "
+            "OMP_NUM_THREADS sets another number"
+        )
