@@ -117,25 +117,24 @@ READERS = (
     # a file in these namings has only layers that both read (lora_names)
     *(
         Reader(
-            program="ComfyUI",
+            program=program,
             naming=naming,
             families=("zimage", "qwenimage", "flux2"),
             denoiser=_EVERY,
             text=_EVERY,
-            source="Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet; 09708ea, "
-            "comfy/utils.py, z_image_to_diffusers and flux_to_diffusers",
+            source=source,
         )
-        for naming in ("kohya", "comfyui")
-    ),
-    *(
-        Reader(
-            program="diffusers",
-            naming=naming,
-            families=("zimage", "qwenimage", "flux2"),
-            denoiser=_EVERY,
-            text=_EVERY,
-            source="diffusers 0.42.1, loaders/lora_conversion_utils.py, lines 2221-2385, 2434-2778 "
-            "and 2935-3166",
+        for program, source in (
+            (
+                "ComfyUI",
+                "Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet; 09708ea, "
+                "comfy/utils.py, z_image_to_diffusers and flux_to_diffusers",
+            ),
+            (
+                "diffusers",
+                "diffusers 0.42.1, loaders/lora_conversion_utils.py, lines 2221-2385, 2434-2778 "
+                "and 2935-3166",
+            ),
         )
         for naming in ("kohya", "comfyui")
     ),

@@ -62,11 +62,14 @@ SD3_TOP = (
     _one("final_layer.adaLN_modulation.1", "norm_out.linear", "swap"),
 )
 _D, _S = "double_blocks.{i}", "single_transformer_blocks.{i}"
-FLUX_BLOCK: tuple[Rows, ...] = (
+_FLUX_ATTENTION: tuple[Rows, ...] = (
     _qkv(f"{_D}.img_attn.qkv", f"{_B}.attn", *_T),
     _qkv(f"{_D}.txt_attn.qkv", f"{_B}.attn", *_ADDED),
     _one(f"{_D}.img_attn.proj", f"{_B}.attn.to_out.0"),
     _one(f"{_D}.txt_attn.proj", f"{_B}.attn.to_add_out"),
+)
+FLUX_BLOCK: tuple[Rows, ...] = (
+    *_FLUX_ATTENTION,
     _one(f"{_D}.img_mod.lin", f"{_B}.norm1.linear"),
     _one(f"{_D}.txt_mod.lin", f"{_B}.norm1_context.linear"),
     _one(f"{_D}.img_mlp.0", f"{_B}.ff.net.0.proj"),
@@ -103,10 +106,7 @@ FLUX_TOP = (
 )
 _S2 = f"{_S}.attn"
 FLUX2_BLOCK: tuple[Rows, ...] = (
-    _qkv(f"{_D}.img_attn.qkv", f"{_B}.attn", *_T),
-    _qkv(f"{_D}.txt_attn.qkv", f"{_B}.attn", *_ADDED),
-    _one(f"{_D}.img_attn.proj", f"{_B}.attn.to_out.0"),
-    _one(f"{_D}.txt_attn.proj", f"{_B}.attn.to_add_out"),
+    *_FLUX_ATTENTION,
     _one(f"{_D}.img_mlp.0", f"{_B}.ff.linear_in"),
     _one(f"{_D}.img_mlp.2", f"{_B}.ff.linear_out"),
     _one(f"{_D}.txt_mlp.0", f"{_B}.ff_context.linear_in"),
