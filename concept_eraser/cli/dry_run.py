@@ -59,7 +59,9 @@ def _describe_prompts(
     lines = _objective_lines(recipe)
     if dry_run.edits(recipe):
         cross_attention_edit.refuse_ignored(recipe)
-    plan = dry_run.load(recipe, allow_pickle=allow_pickle, allow_code=allow_code)
+    plan = dry_run.load(
+        recipe, allow_pickle=allow_pickle, allow_code=allow_code, two_steps=two_steps
+    )
     full_size_model: Any = plan.model
     if plan.hollow:  # count the weights and the memory at full size
         full_size_model = published.hollow(recipe.model)

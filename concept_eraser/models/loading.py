@@ -330,12 +330,38 @@ def outline(name: str) -> Model | None:
         configurations cannot be read: `load` then names the reason.
     """
     try:
-        folder = Path(_configuration(name, None))
-        content = folder_check.check_pipeline(folder)
-        family: Any = _family(content["_class_name"], name)
-        return family.outline(folder, source=name)
+        return _outline(Path(_configuration(name, None)), name)
     except Exception:  # a damaged configuration causes any type of error
         return None
+
+
+def outline_of_files(name: str) -> Model | None:
+    """Return a model without its weights, after the checks that `load` makes of their files.
+
+    Of the files only the headers are read: names, shapes and precisions.
+
+    Args:
+        name: a diffusers folder.
+
+    Returns:
+        The model as `outline` returns it, with the precision of its checkpoint. None if the name is
+        no such folder, or if a check fails: `load` then names the reason.
+    """
+    folder = Path(name)
+    try:
+        content = folder_check.check_pipeline(folder)
+        _check_parts(folder, content, allow_pickle=False)
+        model = _outline(folder, name)
+        _require_weights(model, folder, content)
+    except Exception:  # a damaged configuration causes any type of error
+        return None
+    model.remember_files(folder)
+    return model
+
+
+def _outline(folder: Path, name: str) -> Any:
+    content = folder_check.check_pipeline(folder)
+    return _family(content["_class_name"], name).outline(folder, source=name)
 
 
 def beside(source: str | Path, original: Model) -> Model | None:
@@ -509,19 +535,29 @@ def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
         )
     content = folder_check.check_pipeline(folder)
     family = _family(content["_class_name"], name)
+    _check_parts(folder, content, allow_pickle=allow_pickle)
+    model = _load_family(
+        family, str(folder), name, {"use_safetensors": None if allow_pickle else True}
+    )
+    _require_weights(model, folder, content)
+    return model
+
+
+def _check_parts(folder: Path, content: Any, *, allow_pickle: bool) -> None:
+    """Check that the files of a pipeline's weights are whole, and that tokenizers have words."""
     for part in folder_check.components(content):
         if part.startswith(_WEIGHED):
             _check_weights(folder / part, allow_pickle)
         elif part.startswith("tokenizer"):
             require_vocabulary(folder / part)
-    model = _load_family(
-        family, str(folder), name, {"use_safetensors": None if allow_pickle else True}
-    )
+
+
+def _require_weights(model: Any, folder: Path, content: Any) -> None:
+    """Raise UserError if a file lacks a weight of its part."""
     for part in folder_check.components(content):
         component = getattr(getattr(model, "pipeline", None), part, None)
         if part.startswith(_WEIGHED) and isinstance(component, nn.Module):
             require_all_weights(component, folder / part)
-    return model
 
 
 def _check_weights(folder: Path, allow_pickle: bool) -> None:

@@ -70,13 +70,29 @@ class DryRunPlan:
     folder: Any = field(default=None, repr=False)  # kept while the model is used
 
 
-def load(recipe: Recipe, *, allow_pickle: bool = False, allow_code: bool = False) -> DryRunPlan:
+def load(
+    recipe: Recipe,
+    *,
+    allow_pickle: bool = False,
+    allow_code: bool = False,
+    two_steps: bool | None = True,
+) -> DryRunPlan:
     """Load a recipe's model and data, or their replacements.
+
+    two_steps: whether two steps follow; None if they do where `worth_trying`. Of a diffusers folder
+    no weights are read where none follow.
 
     Raises UserError if neither can be loaded, or if the recipe names classes or positions that its
     data do not have.
     """
     plan = _with_data(recipe)
+    if not two_steps and recipe.target in PROMPTED and isinstance(recipe.model, str):
+        outlined_model = loading.outline_of_files(recipe.model)
+        if outlined_model is not None:
+            outlined_model.configure(recipe.model_options)
+            outlined_plan = replace(plan, model=outlined_model)
+            if two_steps is False or not worth_trying(outlined_plan):
+                return outlined_plan
     try:
         model = loading.load_part(
             recipe.model, recipe.target, allow_pickle=allow_pickle, allow_code=allow_code

@@ -103,12 +103,13 @@ class Placement:
         self.model.working = None
         if self.offload or self._originals:
             self.model.to(CPU)
-        for part, values in self._originals.items():
-            weights = dict(narrowable(self.model.parts[part]))
-            for name, value in values.items():
-                weights[name].data = value.float()
         if self._originals:
             self.model.frozen_dtype = self.model.reader_dtype = None
+        for part, values in self._originals.items():
+            weights = dict(narrowable(self.model.parts[part]))
+            while values:  # each value goes when its weight is there, so only one is there twice
+                name, value = values.popitem()
+                weights[name].data = value.float()
         self._originals, self.away = {}, []
 
 
