@@ -105,7 +105,7 @@ def build(
             }
     tensors = {name: value.contiguous() for name, value in tensors.items()}
     if naming == "kohya":
-        return tensors, lora_metadata.network(model, tensors)
+        return tensors, lora_metadata.network(model, tensors, factors)
     if naming == "comfyui":
         return tensors, {"format": "pt"}
     return tensors, {
