@@ -149,6 +149,21 @@ def test_the_same_change_comes_out_of_each_file(
         pipe.unload_lora_weights()
 
 
+def test_a_reader_without_the_headers_alpha_scales_by_1(
+    factors: Factors, lora: Path, tmp_path: Path, shared_tiny: Any
+) -> None:
+    """As ComfyUI (6f98b15, comfy/weight_adapter/lora.py, calculate_weight) and musubi-tuner
+    (30c658c, src/musubi_tuner/convert_lora.py, convert_from_diffusers) do with diffusers' names.
+    """
+    file = tmp_path / "exported.safetensors"
+    formats.export(lora, "lora", before=shared_tiny, output=file)
+    tensors = load_file(file)
+    for layer in LAYERS:
+        down, up = (tensors[f"unet.{layer}.lora_{kind}.weight"] for kind in "AB")
+        product = (up.flatten(1) @ down.flatten(1)).view(len(up), *down.shape[1:])
+        torch.testing.assert_close(product, factors.change(layer), atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("dtype", "least", "most"), [("fp16", 1e-5, 1e-3), ("bf16", 5e-4, 5e-3), ("fp8", 0.01, 0.06)]
 )
