@@ -22,6 +22,19 @@ _PLUGINS = {
     "datasets": "dataset",
     "architectures": "architecture",
 }
+# concept_eraser.models.loading has them by pipeline class, but imports torch
+_FAMILIES = (
+    "sd",
+    "sdxl",
+    "sd3",
+    "flux",
+    "dit",
+    "pixart",
+    "sana",
+    "zimage",
+    "qwenimage",
+    "flux2",
+)
 _ALL = (
     "models",
     "methods",
@@ -97,17 +110,15 @@ def _entries(kind: str) -> list[tuple[str, str]]:
 
         return [
             *BUNDLED_MODELS.items(),
-            ("<folder | hub id>", "a Stable Diffusion 1.x or 2.x pipeline in diffusers format"),
+            ("<folder | hub id>", f"a diffusers pipeline of a family: {', '.join(_FAMILIES)}"),
         ]
     if kind == "presets":
         from concept_eraser.recipes.memory_presets import PRESETS, describe
 
         return [(name, describe(name)) for name in PRESETS]
-    from concept_eraser.recipes.selections import SELECTIONS
+    from concept_eraser.recipes.selections import DESCRIPTIONS
 
-    return [(name, "") for name in SELECTIONS] + [
-        ("re:<expression>", "every tensor whose name matches")
-    ]
+    return [*DESCRIPTIONS.items(), ("re:<expression>", "every tensor whose name matches")]
 
 
 def _about(path: Path) -> str:

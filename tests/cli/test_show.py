@@ -57,3 +57,25 @@ def test_every_default_says_where_it_comes_from(cli) -> None:
     assert "rule = 'ascent'" in (alias_text := cli("show", "sa").stdout)
     assert "from: the name" in alias_text
     assert "theorems tested: none" in cli("show", "uno-hat").stdout
+
+
+def test_list_has_a_line_about_each_selection_preset_and_family() -> None:
+    from concept_eraser.models.loading import FAMILIES
+    from concept_eraser.recipes.selections import DESCRIPTIONS, SELECTIONS
+
+    selections, presets, models = (
+        CliRunner().invoke(app, ["list", kind]).output.splitlines()
+        for kind in ("selections", "presets", "models")
+    )
+    assert tuple(DESCRIPTIONS) == SELECTIONS
+    assert all(len(line.split()) > 1 for line in selections)
+    assert "at most 1 example and 1 image at once" in presets[0]
+    assert "at most 2 examples and 2 images at once" in presets[2]
+    *_, families = models[-1].partition(": ")
+    assert families.split(", ") == list(dict.fromkeys(FAMILIES.values()))
+
+
+@pytest.mark.parametrize("kind", ["method", "metric", "judge", "attack", "dataset", "feature"])
+def test_the_line_about_each_plugin_is_a_whole_sentence(kind: str) -> None:
+    for name in registry.builtin(kind):
+        assert registry.summary(kind, name).endswith((".", ")")), name
