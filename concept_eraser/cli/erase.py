@@ -93,7 +93,7 @@ def erase(
         typer.Option(
             help=(
                 "tiny-sd, a diffusers folder, a run folder or a hub id; with --base a "
-                ".safetensors file"
+                ".safetensors file (default: the recipe's, or tiny-sd)"
             )
         ),
     ] = None,
@@ -118,7 +118,8 @@ def erase(
         typer.Option(
             help=(
                 "anchor concept, generated instead: 'a person', 'a {color} circle', or "
-                "shape=circle; for several concepts one for all, or one each"
+                "shape=circle; for several concepts one for all, or one each (default with "
+                "concepts: chosen)"
             )
         ),
     ] = None,
