@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from concept_eraser import registry
+from concept_eraser.cli import info
 from concept_eraser.cli.main import app
+from concept_eraser.utils.errors import UserError
 
 
 @pytest.mark.parametrize("name", [*registry.names("method"), *registry.named("method")])
@@ -39,6 +41,31 @@ def test_every_method_names_its_paper_and_what_differs(name: str) -> None:
     assert any(
         word in text.lower() for word in ("difference", "left out", "not written again", "settings")
     ), name
+
+
+def test_every_name_of_a_list_can_be_shown() -> None:
+    kinds = {
+        "judges": "judge",
+        "metrics": "metric",
+        "features": "feature",
+        "datasets": "dataset",
+        "architectures": "architecture",
+    }
+    texts = {
+        (kind, name): CliRunner().invoke(app, ["show", name, "--kind", kind]).output
+        for kind, plugin_kind in kinds.items()
+        for name in registry.names(plugin_kind)
+    }
+    for (kind, _), text in texts.items():
+        assert text.startswith(f"the {kinds[kind]} ")
+        assert "MISSING" not in text
+    assert "folder = (required)    (str)" in texts["judges", "face"]
+    assert texts["datasets", "digits"] == CliRunner().invoke(app, ["show", "digits"]).output
+    assert "judge: tiny" in CliRunner().invoke(app, ["show", "tiny"]).output  # the suite
+    with pytest.raises(UserError, match="unknown judge 'munba'"):
+        info.show("munba", "judges")
+    with pytest.raises(UserError, match="unknown kind 'judge'"):
+        info.show("tiny", "judge")
 
 
 def test_list_names_the_settings_too() -> None:
