@@ -32,6 +32,7 @@ from studies.rendering import (
     others,
     published,
     quickstart,
+    recovery,
     several_concepts,
     side_effects,
     studies,
@@ -43,6 +44,7 @@ README = ROOT / "README.md"
 # The tables of README.md by the name of their marks.
 BLOCKS: dict[str, Callable[[], str]] = {
     "quickstart": quickstart.block,
+    "recovery": recovery.block,
     "results": leaderboard.results_block,
     "world": others.world_table,
     "methods": others.methods_table,
@@ -112,7 +114,7 @@ def main() -> int:
         **leaderboard.figures(),
         **labelled.figures(),
         **others.figures(),
-        **quickstart.figures(),
+        **recovery.figures(),
         **conflict.figures(),
         **side_effects.figures(),
         **location.figures(),

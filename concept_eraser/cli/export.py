@@ -23,7 +23,7 @@ def export(
         ),
     ],
     to: Annotated[
-        str, typer.Option(help="diffusers, tensors, lora, kohya, comfyui or single-file")
+        str, typer.Option(help="diffusers, tensors, lora, kohya, musubi, comfyui or single-file")
     ],
     output: Annotated[
         Optional[Path],
@@ -69,7 +69,7 @@ def export(
         ),
     ] = 0.2,
     dtype: Annotated[
-        str, typer.Option(help="numbers of a LoRA file: fp32, fp16, bf16, or fp8 (only kohya)")
+        str, typer.Option(help="numbers of a LoRA file: fp32, fp16, bf16, or fp8 (kohya, musubi)")
     ] = "fp32",
     block_weights: Annotated[
         Optional[str],
@@ -88,9 +88,10 @@ def export(
 
     diffusers: a folder for from_pretrained. tensors: the changed tensors of the denoiser or text
     encoder. lora: a file for diffusers' load_lora_weights. kohya: a LoRA for A1111, ComfyUI, Forge
-    (Stable Diffusion 1, 2, XL, Flux, Flux.2 Klein, Qwen-Image, Z-Image). comfyui: a LoRA for
-    ComfyUI in the names of AI Toolkit (Flux.2 Klein, Qwen-Image, Z-Image). single-file: the whole
-    checkpoint for these programs (Stable Diffusion 1, 2, XL, 3; for Flux its transformer).
+    (Stable Diffusion 1, 2, XL, Flux, Flux.2 Klein, Qwen-Image, Z-Image). musubi: a LoRA for
+    musubi-tuner, comfyui: one for ComfyUI in the names of AI Toolkit (Flux.2 Klein, Qwen-Image,
+    Z-Image). single-file: the whole checkpoint for these programs (Stable Diffusion 1, 2, XL, 3;
+    for Flux its transformer).
 
     [bold]Examples[/bold]
 

@@ -30,9 +30,9 @@ from concept_eraser.storage.writers import probe, write_file, write_folder, writ
 from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError, unknown
 
-FORMATS = ("diffusers", "tensors", "lora", "kohya", "comfyui", "single-file")
+FORMATS = ("diffusers", "tensors", "lora", "kohya", "musubi", "comfyui", "single-file")
 _SUFFIX = lora_export.SUFFIX
-_NAMINGS = {"lora": "diffusers", "kohya": "kohya", "comfyui": "comfyui"}
+_NAMINGS = {"lora": "diffusers", "kohya": "kohya", "musubi": "musubi", "comfyui": "comfyui"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ def export(
             with an error of at most `max_error`). A smaller rank than that of the own factors
             keeps the largest singular values of each layer.
         max_error: the largest relative error of a LoRA by its rank.
-        dtype: the numbers of a LoRA file: fp32, fp16, bf16 or fp8 (e4m3, only for kohya).
+        dtype: the numbers of a LoRA file: fp32, fp16, bf16 or fp8 (e4m3, only for
+            kohya and musubi).
         block_weights: for kohya, a factor for each block of the UNet in the convention of LoRA
             Block Weight: 17 or 26 numbers for Stable Diffusion 1 and 2, 12 or 20 for XL. The layers
             of blocks of weight 0 are left out.
@@ -106,8 +107,7 @@ def export(
         raise unknown("dtype", dtype, DTYPES)
     if dtype != "fp32" and to not in _NAMINGS:
         raise UserError(
-            f"--dtype is for LoRA files (--to lora, kohya or comfyui), found --to {to}; leave it "
-            "out"
+            f"--dtype is for LoRA files (--to {', '.join(_NAMINGS)}), found --to {to}; leave it out"
         )
     if block_weights and to != "kohya":
         raise UserError(

@@ -15,7 +15,7 @@ from concept_eraser.exporting.low_rank import (
     spectra_of_changes,
     spectra_of_factors,
 )
-from concept_eraser.models import lora_blocks, lora_files, lora_metadata
+from concept_eraser.models import lora_blocks, lora_files, lora_metadata, lora_names
 from concept_eraser.models.base import Model, require_finite
 from concept_eraser.models.lora import Factors
 from concept_eraser.models.lora_readers import Ignored, find_ignored
@@ -107,7 +107,7 @@ def write(
         _require_finite(written_factors)
         rounding = _rounding(scaled_factors, written_factors)
     header |= _notes(request, result, rounding)
-    if request.naming == "kohya":
+    if request.naming in lora_names.KOHYA_FORMAT:
         header |= lora_metadata.description(
             model,
             place.stem,

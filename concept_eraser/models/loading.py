@@ -27,6 +27,7 @@ from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_tensor_header, read_text
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError, first_line, quote, unknown
+from concept_eraser.utils.heap import own_pages
 from concept_eraser.utils.path_redaction import FILE_ON
 
 FAMILIES = {
@@ -609,7 +610,8 @@ def _from_hub(name: str, allow_pickle: bool, token: str | None) -> Model:
 def _load_family(family: Any, location: str, name: str, options: dict) -> Model:
     """Load the family's model from a folder."""
     try:
-        return family.from_folder(location, source=name, **options)
+        with own_pages():  # its files are in half precision, and the model in fp32
+            return family.from_folder(location, source=name, **options)
     except UserError:
         raise
     except Exception as error:  # wrong types in a configuration cause any type of error

@@ -1,9 +1,10 @@
-"""LoRA files: written and read with diffusers' names, kohya's and ComfyUI's.
+"""LoRA files: written and read with the names of diffusers, kohya, musubi-tuner and ComfyUI.
 
 * diffusers: `unet.<layer>.lora_A.weight` (down), `.lora_B.weight` (up), rank and alpha in the
   file's header, for `pipe.load_lora_weights`
 * kohya: `lora_unet_<layer with _ for .>.lora_down.weight`, `.lora_up.weight`, `.alpha`, for A1111,
   ComfyUI, Forge (and diffusers)
+* musubi: as kohya, with musubi-tuner's names of the layers
 * comfyui: `diffusion_model.<layer>.lora_A.weight`, `.lora_B.weight`, with alpha / rank in `up`, for
   ComfyUI (and diffusers)
 
@@ -83,14 +84,15 @@ def build(
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, Any] = {}
     lora_names.require(model.family, naming)
-    if dtype == "fp8" and naming != "kohya":
+    in_kohyas_format = naming in lora_names.KOHYA_FORMAT
+    if dtype == "fp8" and not in_kohyas_format:
         raise UserError(
             f"fp8 needs a scale for each layer, which {naming}'s naming does not have; export "
             "--to kohya, or use fp16"
         )
     for part_factors in factors:
-        if naming == "kohya":
-            tensors |= _kohya(model, part_factors, dtype)
+        if in_kohyas_format:
+            tensors |= _kohya(model, part_factors, dtype, naming)
             continue
         if naming == "comfyui":
             tensors |= _comfyui(model, part_factors, dtype)
@@ -104,8 +106,8 @@ def build(
                 f"{stem}.lora_B.weight": up.to(DTYPES[dtype]),
             }
     tensors = {name: value.contiguous() for name, value in tensors.items()}
-    if naming == "kohya":
-        return tensors, lora_metadata.network(model, tensors)
+    if in_kohyas_format:
+        return tensors, lora_metadata.network(model, tensors, factors)
     if naming == "comfyui":
         return tensors, {"format": "pt"}
     return tensors, {
@@ -150,13 +152,15 @@ def _named(
         )
 
 
-def _kohya(model: Loaded, one: Factors, dtype: str = "fp32") -> dict[str, Tensor]:
-    """Return the tensors by kohya's names.
+def _kohya(
+    model: Loaded, one: Factors, dtype: str = "fp32", naming: str = "kohya"
+) -> dict[str, Tensor]:
+    """Return the tensors by kohya's names, or by musubi-tuner's.
 
     fp8 has few exponents, so each matrix is divided by a power of 2 and alpha multiplied by it.
     """
     tensors: dict[str, Tensor] = {}
-    for stem, (down, up, alpha) in _named(model, one, "kohya"):
+    for stem, (down, up, alpha) in _named(model, one, naming):
         if dtype == "fp8":
             octaves = _octaves(down), _octaves(up)
             down, up = down * 2.0 ** -octaves[0], up * 2.0 ** -octaves[1]

@@ -1,19 +1,22 @@
 """The names of a model's layers in LoRA files of other programs.
 
-* kohya: `lora_unet_<layer with _ for .>`. The names are those of the network that the program
-  trains: diffusers' own for Stable Diffusion 1 and 2 (text encoder `lora_te_`) and for Qwen-Image,
-  the original code's for SDXL (`lora_te1_`, `lora_te2_`), Flux (its CLIP `lora_te1_`), Flux.2 and
-  Z-Image
+* kohya: `lora_unet_<layer with _ for .>`. The names are diffusers' own for Stable Diffusion 1 and 2
+  (text encoder `lora_te_`) and for Qwen-Image, the original code's for SDXL (`lora_te1_`,
+  `lora_te2_`), Flux (its CLIP `lora_te1_`), Flux.2 and Z-Image
+* musubi: the names of the networks that musubi-tuner trains. They differ from kohya's for Z-Image
+  only, where they are diffusers' own
 * comfyui: `diffusion_model.<layer>`, as AI Toolkit writes it. The names are the original code's for
   Flux.2, and diffusers' for Qwen-Image and Z-Image
 
 In the original code one projection stands for q, k and v, so several layers have one name. A naming
 exists for a family where diffusers converts it (diffusers 0.42.1, loaders/lora_conversion_utils.py,
-lines 2221-2385, 2434-2778 and 2935-3166), so that a test can load it. It has the layers that both
-diffusers and ComfyUI read by these names (models/lora_readers.py has ComfyUI's code):
+lines 2221-2385, 2434-2778 and 2935-3166), so that a test can load it. It has the layers that
+ComfyUI or musubi-tuner read by these names (models/lora_readers.py has their code), and that
+diffusers reads or ignores:
 
 * Flux.2's `norm_out.linear` has none: diffusers' converter does not swap its scale and shift
-* Z-Image's first and last layer have none in kohya's naming: the two programs differ there
+* In kohya's naming Z-Image's first and last layer have ComfyUI's names, and Flux.2's modulations
+  the original code's. diffusers ignores them
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from concept_eraser.models.single_file import ldm, transformers
 from concept_eraser.models.single_file.places import Place
 from concept_eraser.utils.errors import UserError
 
-NAMINGS = ("diffusers", "kohya", "comfyui")
+NAMINGS = ("diffusers", "kohya", "musubi", "comfyui")
+KOHYA_FORMAT = ("kohya", "musubi")  # with alphas, and with a header as sd-scripts writes it
 _COMFYUI = "diffusion_model."
 PREFIXES: dict[str, dict[str, dict[str, str]]] = {  # naming -> family -> part -> prefix
     "kohya": {
@@ -37,6 +41,11 @@ PREFIXES: dict[str, dict[str, dict[str, str]]] = {  # naming -> family -> part -
             "text_encoder_2": "lora_te2_",
         },
         "flux": {"denoiser": "lora_unet_", "text_encoder": "lora_te1_"},
+        "zimage": {"denoiser": "lora_unet_"},
+        "qwenimage": {"denoiser": "lora_unet_"},
+        "flux2": {"denoiser": "lora_unet_"},
+    },
+    "musubi": {
         "zimage": {"denoiser": "lora_unet_"},
         "qwenimage": {"denoiser": "lora_unet_"},
         "flux2": {"denoiser": "lora_unet_"},
@@ -89,7 +98,7 @@ def stems(model: Loaded, part: str, naming: str) -> Iterator[tuple[str, tuple[st
     Args:
         model: The model.
         part: Its part, such as "denoiser". A part without names has no pairs.
-        naming: "kohya" or "comfyui".
+        naming: One of NAMINGS except "diffusers".
     """
     prefix = PREFIXES[naming].get(model.family, {}).get(part)
     if prefix is None:
@@ -118,7 +127,7 @@ def _original(family: str, module: Any, naming: str) -> Iterable[Place] | None:
         blocks = ("double_blocks.", "single_blocks.")
         return (place for place in transformers.flux(module) if place.name.startswith(blocks))
     if family == "flux2":
-        return transformers.flux2_layers(module, modulation=naming == "comfyui")
+        return transformers.flux2_layers(module)
     if family == "zimage" and naming == "kohya":
         return transformers.zimage_layers(module)
     return None

@@ -2,8 +2,10 @@
 
 A program ignores the other layers of a file without an error. What it generates then differs from
 the trained model. The table was read in the programs' code; they were not run here. Layers have
-diffusers' names. `--to kohya` writes kohya's naming, `--to lora` diffusers' and `--to comfyui`
-ComfyUI's (see lora_files).
+diffusers' names. `--to kohya` writes kohya's naming, `--to lora` diffusers', `--to musubi`
+musubi-tuner's and `--to comfyui` ComfyUI's (see lora_files).
+
+Only diffusers was run: tests load a file with its `load_lora_weights` for the entries of diffusers.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ _NONE = r"(?!)"
 _UNET_BLOCKS = r"^(down_blocks|mid_block|up_blocks)\."
 _FLUX_BLOCKS = r"^(transformer_blocks|single_transformer_blocks)\."
 _FLUX_EMBEDDERS = r"^(x_embedder|context_embedder|time_text_embed)\."
+# Z-Image's layers outside of attention that have one name in the original code and in diffusers
+_ZIMAGE_SAME = r"^(?!all_)(?!.*\.attention\.)"
+_NO_MODULATION = r"^(?!(double|single)_stream_modulation)"
 _CLIP = r"(^|\.)encoder\.layers\.\d+\.(self_attn|mlp)\."
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 
@@ -114,29 +119,62 @@ READERS = (
         text=_CLIP,
         source="diffusers 0.42.1, loaders/lora_conversion_utils.py, lines 380-700",
     ),
-    # a file in these namings has only layers that both read (lora_names)
     *(
         Reader(
-            program=program,
+            program="ComfyUI",
             naming=naming,
-            families=("zimage", "qwenimage", "flux2"),
-            denoiser=_EVERY,
+            families=families,
+            denoiser=layers,
             text=_EVERY,
-            source=source,
+            source="Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet; 09708ea, "
+            "comfy/utils.py, z_image_to_diffusers and flux_to_diffusers; 617048a, "
+            "comfy/ldm/lumina/model.py, NextDiT",
+            advice="export --to comfyui",
         )
-        for program, source in (
-            (
-                "ComfyUI",
-                "Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet; 09708ea, "
-                "comfy/utils.py, z_image_to_diffusers and flux_to_diffusers",
-            ),
-            (
-                "diffusers",
-                "diffusers 0.42.1, loaders/lora_conversion_utils.py, lines 2221-2385, 2434-2778 "
-                "and 2935-3166",
-            ),
+        for naming, families, layers in (
+            ("kohya", ("zimage", "qwenimage", "flux2"), _EVERY),
+            ("comfyui", ("zimage", "qwenimage", "flux2"), _EVERY),
+            ("musubi", ("qwenimage", "flux2"), _EVERY),
+            ("musubi", ("zimage",), _ZIMAGE_SAME),
         )
-        for naming in ("kohya", "comfyui")
+    ),
+    *(
+        Reader(
+            program="diffusers",
+            naming=naming,
+            families=families,
+            denoiser=layers,
+            text=_EVERY,
+            source="diffusers 0.42.1, loaders/lora_conversion_utils.py, lines 2221-2385, 2434-2778 "
+            "and 2935-3166",
+            advice="export --to lora",
+        )
+        for naming, families, layers in (
+            ("kohya", ("qwenimage",), _EVERY),
+            ("kohya", ("zimage",), r"^(?!all_)"),
+            ("kohya", ("flux2",), _NO_MODULATION),
+            ("comfyui", ("zimage", "qwenimage", "flux2"), _EVERY),
+            ("musubi", ("zimage", "qwenimage"), _EVERY),
+            ("musubi", ("flux2",), _NO_MODULATION),
+        )
+    ),
+    *(
+        Reader(
+            program="musubi-tuner",
+            naming=naming,
+            families=families,
+            denoiser=layers,
+            text=_EVERY,
+            source="kohya-ss/musubi-tuner 30c658c, src/musubi_tuner/utils/lora_utils.py, lines "
+            "135-202 (each weight of the model by its name); zimage/zimage_model.py, "
+            "qwen_image/qwen_image_model.py, flux_2/flux2_models.py",
+            advice="export --to musubi",
+        )
+        for naming, families, layers in (
+            ("kohya", ("qwenimage", "flux2"), _EVERY),
+            ("kohya", ("zimage",), _ZIMAGE_SAME),
+            ("musubi", ("zimage", "qwenimage", "flux2"), _EVERY),
+        )
     ),
     Reader(
         program="ComfyUI",
@@ -146,6 +184,15 @@ READERS = (
         text=_EVERY,
         source="Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet; 09708ea, "
         "comfy/utils.py, z_image_to_diffusers and pixart_to_diffusers",
+    ),
+    Reader(
+        program="ComfyUI",
+        naming="diffusers",
+        families=("sd3", "flux"),
+        denoiser=_EVERY,
+        text=_CLIP,
+        source="Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet and "
+        "model_lora_keys_clip; 09708ea, comfy/utils.py, mmdit_to_diffusers and flux_to_diffusers",
     ),
     Reader(
         program="ComfyUI",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.utils.devices import gpu_module
+from concept_eraser.utils.heap import own_pages
 
 CPU = torch.device("cpu")
 # layers whose weights autocast converts to half precision
@@ -57,10 +58,12 @@ class Placement:
         if self.frozen != "bf16":
             return
         trained_names = set(names)
-        for part, name, weight in narrowable_of(self.model, trained_names):
-            narrow = weight.data.to(torch.bfloat16)
-            self._originals.setdefault(part, {})[name] = _without_loss(weight.data, narrow).to(CPU)
-            weight.data = narrow
+        with own_pages():
+            for part, name, weight in narrowable_of(self.model, trained_names):
+                narrow = weight.data.to(torch.bfloat16)
+                value = _without_loss(weight.data, narrow).to(CPU)
+                self._originals.setdefault(part, {})[name] = value
+                weight.data = narrow
         self.model.frozen_dtype = self.model.reader_dtype = torch.bfloat16
 
     def arrive(self, device: torch.device) -> None:
@@ -105,11 +108,12 @@ class Placement:
             self.model.to(CPU)
         if self._originals:
             self.model.frozen_dtype = self.model.reader_dtype = None
-        for part, values in self._originals.items():
-            weights = dict(narrowable(self.model.parts[part]))
-            while values:  # each value goes when its weight is there, so only one is there twice
-                name, value = values.popitem()
-                weights[name].data = value.float()
+        with own_pages():
+            for part, values in self._originals.items():
+                weights = dict(narrowable(self.model.parts[part]))
+                while values:  # each value goes when its weight is there
+                    name, value = values.popitem()
+                    weights[name].data = value.float()
         self._originals, self.away = {}, []
 
 

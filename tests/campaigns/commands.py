@@ -307,7 +307,7 @@ VERBS: dict[str, Make] = {
     "export": lambda rng: [
         _any_run(rng),
         "--to",
-        rng.choice(["diffusers", "tensors", "lora", "kohya", "comfyui", "single-file"]),
+        rng.choice(["diffusers", "tensors", "lora", "kohya", "musubi", "comfyui", "single-file"]),
         *(["-o", _OUT(rng)] if rng.random() < 0.6 else []),
     ],
     "merge": lambda rng: [_any_run(rng), _any_run(rng), "-o", _OUT(rng)],

@@ -89,7 +89,8 @@ def in_diffusers(path: Path, to: str, pipe: Any = None) -> torch.Tensor:
 
 
 CASES = [
-    *((to, "weights") for to in formats.FORMATS if to != "comfyui"),  # not of this family
+    # Stable Diffusion has no names of musubi-tuner and AI Toolkit
+    *((to, "weights") for to in formats.FORMATS if to not in ("musubi", "comfyui")),
     *((to, kind) for kind in LORAS for to in ("lora", "kohya")),
 ]
 

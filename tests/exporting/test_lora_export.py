@@ -149,6 +149,21 @@ def test_the_same_change_comes_out_of_each_file(
         pipe.unload_lora_weights()
 
 
+def test_a_reader_without_the_headers_alpha_scales_by_1(
+    factors: Factors, lora: Path, tmp_path: Path, shared_tiny: Any
+) -> None:
+    """As ComfyUI (6f98b15, comfy/weight_adapter/lora.py, calculate_weight) and musubi-tuner
+    (30c658c, src/musubi_tuner/convert_lora.py, convert_from_diffusers) do with diffusers' names.
+    """
+    file = tmp_path / "exported.safetensors"
+    formats.export(lora, "lora", before=shared_tiny, output=file)
+    tensors = load_file(file)
+    for layer in LAYERS:
+        down, up = (tensors[f"unet.{layer}.lora_{kind}.weight"] for kind in "AB")
+        product = (up.flatten(1) @ down.flatten(1)).view(len(up), *down.shape[1:])
+        torch.testing.assert_close(product, factors.change(layer), atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("dtype", "least", "most"), [("fp16", 1e-5, 1e-3), ("bf16", 5e-4, 5e-3), ("fp8", 0.01, 0.06)]
 )
@@ -264,8 +279,9 @@ def test_managers_see_the_version_of_the_base_model(
     model: Any, version: str, v2: str, architecture: str, resolution: str
 ) -> None:
     tensors = {"a.lora_down.weight": torch.ones(2, 3), "a.alpha": torch.tensor(2.0)}
-    header = lora_metadata.network(model, tensors)
+    header = lora_metadata.network(model, tensors, [Factors("denoiser", {}, 2, 2.0)])
     assert (header["ss_base_model_version"], header["ss_v2"]) == (version, v2)
+    assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("2", "2.0")
     assert header["ss_sd_model_name"] == "owner/name"
     flux = model.family == "flux"
     assert header["ss_network_module"] == ("networks.lora_flux" if flux else "networks.lora")
@@ -273,6 +289,7 @@ def test_managers_see_the_version_of_the_base_model(
     assert shown["modelspec.architecture"] == architecture
     assert shown["modelspec.resolution"] == resolution
     assert shown["modelspec.title"] == shown["ss_output_name"] == "no_star"
+    assert shown["modelspec.sai_model_spec"] == "1.0.1"
     assert ("modelspec.prediction_type" in shown) is not flux
 
 
@@ -292,15 +309,20 @@ def test_managers_see_the_version_of_the_newer_families(
     config = model.parts["denoiser"].config
     config.num_layers, config.num_single_layers = 5, 20
     tensors = {"a.lora_down.weight": torch.ones(2, 3), "a.alpha": torch.tensor(2.0)}
-    header = lora_metadata.network(model, tensors)
+    header = lora_metadata.network(model, tensors, [Factors("denoiser", {}, 2, 2.0)])
     assert header["ss_network_module"] == module
-    assert (header["ss_base_model_version"], header["ss_v2"]) == (version, "False")
+    assert header["ss_base_model_version"] == version
+    assert "ss_v2" not in header, "it is a key of sd-scripts"
     shown = lora_metadata.description(model, "no_star", "forgets star", tags="a", usage="1")
     assert shown["modelspec.architecture"] == architecture
     assert shown["modelspec.resolution"] == resolution
+    assert shown["modelspec.sai_model_spec"] == "1.0.0"
     assert "modelspec.prediction_type" not in shown
-    config.num_layers = 8
-    assert (lora_metadata.base_version(model) is None) is (family == "flux2")
+    if family == "flux2":
+        config.num_layers, config.num_single_layers = 8, 24
+        assert lora_metadata.base_version(model) == "flux_2_klein_9b"
+        config.num_single_layers = 1
+        assert lora_metadata.base_version(model) is None
 
 
 def test_the_dry_run_states_the_size_of_the_file(tmp_path: Path, tiny: Any) -> None:

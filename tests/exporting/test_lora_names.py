@@ -1,4 +1,4 @@
-"""LoRA files of Z-Image, Qwen-Image and Flux.2 in the namings of kohya and ComfyUI.
+"""LoRA files of Z-Image, Qwen-Image and Flux.2 in the namings of kohya, musubi and ComfyUI.
 
 diffusers' own `load_lora_weights` is the witness: its images are those of the merged weights.
 """
@@ -6,6 +6,7 @@ diffusers' own `load_lora_weights` is the witness: its images are those of the m
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,27 @@ from concept_eraser.exporting import formats
 from concept_eraser.models import lora_files, lora_names
 from concept_eraser.models.loading import load
 from concept_eraser.models.lora import Factors
+from concept_eraser.models.lora_readers import find_ignored
 from concept_eraser.models.single_file import transformers
 from concept_eraser.recipes.selections import select
 from concept_eraser.utils.errors import UserError
 from tests import families
-from tests.exporting.test_kohya import ALPHA, RANK, factors, merge
+from tests.exporting.test_kohya import RANK, factors, merge
 
 OpenFamily = Callable[[str], tuple[Path, Any]]
 NAMES = ("zimage", "qwenimage", "flux2")
-# layers outside of blocks that a naming has no name for
-UNNAMED = {
-    ("zimage", "kohya"): {"all_x_embedder.2-1", "all_final_layer.2-1.linear"}
-    | {"all_final_layer.2-1.adaLN_modulation.1"},
-    ("flux2", "kohya"): {"norm_out.linear", "single_stream_modulation.linear"}
-    | {f"double_stream_modulation_{kind}.linear" for kind in ("img", "txt")},
-    ("flux2", "comfyui"): {"norm_out.linear"},
+# layers that have no name
+UNNAMED = {"flux2": {"norm_out.linear"}}
+# the layers that each program ignores: (family, naming) -> program -> the beginnings of their names
+_ATTENTION = ("layers.0.attention.", "layers.1.attention.", "noise_refiner.0.attention.")
+IGNORED: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    ("zimage", "kohya"): {
+        "diffusers": ("all_",),
+        "musubi-tuner": ("all_", *_ATTENTION, "context_refiner.0.attention."),
+    },
+    ("zimage", "musubi"): {"ComfyUI": ("all_", *_ATTENTION, "context_refiner.0.attention.")},
+    ("flux2", "kohya"): {"diffusers": ("single_stream_modulation.", "double_stream_modulation_")},
+    ("flux2", "musubi"): {"diffusers": ("single_stream_modulation.", "double_stream_modulation_")},
 }
 
 
@@ -58,21 +65,31 @@ def image(model: Any) -> torch.Tensor:
     return model.sample(["a red star"], seeds=[5], steps=2, guidance=1.0)[0].int()
 
 
-def all_factors(model: Any, without: set[str]) -> Factors:
-    """Random factors for every linear layer of the denoiser but these."""
+def all_factors(model: Any) -> Factors:
+    """Random factors for every linear layer of the denoiser that has a name."""
+    without = UNNAMED.get(model.family, set())
     return factors(model.parts["denoiser"], "denoiser", lambda name: name not in without)
 
 
-@pytest.mark.parametrize("naming", ["kohya", "comfyui"])
+@pytest.mark.parametrize("naming", ["kohya", "musubi", "comfyui"])
 @pytest.mark.parametrize("name", NAMES)
 def test_diffusers_generates_the_image(
     name: str, naming: str, open_family: OpenFamily, tmp_path: Path
 ) -> None:
-    """It does for all layers that the naming has names for, and the file is read back."""
+    """It reads the layers that the table says, and ignores the others. The file is read back."""
     folder, model = open_family(name)
-    one = all_factors(model, UNNAMED.get((name, naming), set()))
-    expected = image(merge(model, [one]))
+    one = all_factors(model)
+    ignored = {i.program: set(i.layers) for i in find_ignored(name, [one], naming)}
+    assert ignored == {
+        program: {layer for layer in one.layers if layer.startswith(starts)}
+        for program, starts in IGNORED.get((name, naming), {}).items()
+    }
+    missed = ignored.get("diffusers", set())
+    layers = {layer: pair for layer, pair in one.layers.items() if layer not in missed}
+    expected = image(merge(model, [replace(one, layers=layers)]))
     assert (expected - image(model)).abs().max() > 3, "the factors show"
+    if missed:
+        assert (expected - image(merge(model, [one]))).abs().max() > 3, "and the missed ones"
     file = tmp_path / "a.safetensors"
     lora_files.save(model, [one], file, naming=naming)
     pipe = families.plain(name, folder)
@@ -92,6 +109,7 @@ def test_the_names_are_those_that_users_tools_write(open_family: OpenFamily) -> 
     """musubi-tuner's conversion for ComfyUI and AI Toolkit write these names."""
     expected = {
         ("zimage", "kohya"): "lora_unet_layers_1_attention_qkv.lora_down.weight",
+        ("zimage", "musubi"): "lora_unet_layers_1_attention_to_out_0.lora_up.weight",
         ("zimage", "comfyui"): "diffusion_model.layers.1.attention.to_q.lora_A.weight",
         ("qwenimage", "kohya"): "lora_unet_transformer_blocks_1_attn_add_k_proj.alpha",
         (
@@ -103,10 +121,9 @@ def test_the_names_are_those_that_users_tools_write(open_family: OpenFamily) -> 
     }
     for (name, naming), tensor in expected.items():
         _, model = open_family(name)
-        one = all_factors(model, UNNAMED.get((name, naming), set()))
-        tensors, header = lora_files.build(model, [one], naming=naming)
+        tensors, header = lora_files.build(model, [all_factors(model)], naming=naming)
         assert tensor in tensors
-        if naming == "kohya":
+        if naming in lora_names.KOHYA_FORMAT:
             assert header["ss_network_module"].startswith("networks.lora_")
         else:
             assert header == {"format": "pt"}, "readers scale by 1"
@@ -121,32 +138,54 @@ def test_the_original_names_are_those_of_diffusers_converter(
     _, model = open_family(name)
     own = model.denoiser.state_dict()
     if name == "flux2":
-        places = list(transformers.flux2_layers(model.denoiser, modulation=True))
+        places = list(transformers.flux2_layers(model.denoiser))
         convert = single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers
     else:
         places = list(transformers.zimage_layers(model.denoiser))
         convert = single_file_utils.convert_z_image_transformer_checkpoint_to_diffusers
     converted = convert({place.name: place.join(own) for place in places})
     layers = {n for n, one in model.denoiser.named_modules() if isinstance(one, torch.nn.Linear)}
-    tops = {"norm_out.linear"} | {n for n in layers if n.startswith("all_")}
-    assert {key.rpartition(".")[0] for key in converted} == layers - tops
+    assert {key.rpartition(".")[0] for key in converted} == layers - UNNAMED.get(name, set())
     assert all(torch.equal(value, own[key]) for key, value in converted.items())
 
 
-def test_musubi_tuners_own_names_of_zimage_are_read(
-    open_family: OpenFamily, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "stem", "layers"),
+    [
+        ("zimage", "lora_unet_layers_0_attention_qkv", "layers.0.attention.to_{}"),
+        ("flux2", "lora_unet_double_blocks_0_img_attn_qkv", "transformer_blocks.0.attn.to_{}"),
+        (
+            "flux2",
+            "lora_unet_double_blocks_0_txt_attn_qkv",
+            "transformer_blocks.0.attn.add_{}_proj",
+        ),
+    ],
+)
+def test_fused_factors_are_exact(
+    name: str, stem: str, layers: str, open_family: OpenFamily
 ) -> None:
-    _, model = open_family("zimage")
-    one = factors(model.denoiser, "denoiser", lambda n: n.startswith("layers.0.attention.to_"))
-    tensors: dict[str, torch.Tensor] = {}
-    for layer, (down, up) in one.layers.items():
-        stem = "lora_unet_" + layer.replace(".", "_")
-        tensors |= {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up}
-        tensors[f"{stem}.alpha"] = torch.tensor(ALPHA)
-    (back,) = lora_files.read(model, tensors, {}, "a")
-    assert set(back.layers) == set(one.layers)
-    for layer in one.layers:
-        torch.testing.assert_close(back.change(layer), one.change(layer), atol=1e-6, rtol=0)
+    """Their product is that of q, above that of k, above that of v, with three times the rank.
+
+    The entries are small integers, so that float32 rounds nothing.
+    """
+    _, model = open_family(name)
+    places = [layers.format(letter) for letter in "qkv"]
+    drawn = factors(model.denoiser, "denoiser", places.__contains__)
+    pairs = {
+        layer: ((10 * down).round(), (10 * up).round())
+        for layer, (down, up) in drawn.layers.items()
+    }
+    one = replace(drawn, layers=pairs, alpha=2.0 * RANK)
+    tensors, header = lora_files.build(model, [one], naming="kohya")
+    down, up = tensors[f"{stem}.lora_down.weight"], tensors[f"{stem}.lora_up.weight"]
+    assert len(down) == 3 * RANK
+    product = up @ down * (float(tensors[f"{stem}.alpha"]) / len(down))
+    assert torch.equal(product, torch.cat([one.change(layer) for layer in places]))
+    assert (header["ss_network_dim"], header["ss_network_alpha"]) == (str(RANK), f"{2.0 * RANK}")
+    file_in_musubis_names = lora_files.build(model, [one], naming="musubi")[0]
+    assert all(len(value) == RANK for n, value in file_in_musubis_names.items() if "down" in n) is (
+        name == "zimage"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,8 +202,10 @@ def test_the_default_selection_has_names_in_each_naming(name: str, open_family: 
         assert tensors
 
 
-def test_what_a_naming_has_no_name_for(open_family: OpenFamily) -> None:
-    for (name, naming), layers in UNNAMED.items():
+@pytest.mark.parametrize("naming", ["kohya", "musubi", "comfyui"])
+def test_what_a_naming_has_no_name_for(naming: str, open_family: OpenFamily) -> None:
+    """It is an error that names the layer; nothing is left out silently."""
+    for name, layers in UNNAMED.items():
         _, model = open_family(name)
         for layer in layers:
             one = factors(model.denoiser, "denoiser", {layer}.__contains__)
@@ -177,6 +218,7 @@ def test_what_a_naming_has_no_name_for(open_family: OpenFamily) -> None:
     [
         ("sana", "kohya", "no converter of kohya's names .* export --to lora, which diffusers"),
         ("sana", "comfyui", "ComfyUI has no Sana"),
+        ("sd", "musubi", "export --to kohya, which ComfyUI reads"),
         ("pixart", "kohya", "diffusers reads no LoRA into its pipelines; export --to lora for"),
         ("dit", "comfyui", "diffusers reads no LoRA into its pipelines; export --to diffusers"),
         ("sd", "comfyui", "export --to kohya, which ComfyUI reads"),

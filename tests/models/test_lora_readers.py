@@ -111,3 +111,42 @@ def test_each_entry_names_its_source() -> None:
     """A repository with a commit or a version, and a file."""
     for reader in READERS:
         assert Path(reader.source.split(", ")[1].split()[0]).suffix == ".py", reader.source
+
+
+# the page's words for the families and the files
+FAMILIES = {
+    "Stable Diffusion 1, 2": "sd",
+    "SDXL": "sdxl",
+    "Stable Diffusion 3": "sd3",
+    "Flux": "flux",
+    "Flux.2": "flux2",
+    "Qwen-Image": "qwenimage",
+    "Z-Image": "zimage",
+    "Sana": "sana",
+    "PixArt": "pixart",
+    "DiT": "dit",
+}
+
+
+def test_the_pages_table_has_every_entry() -> None:
+    """One row for each program, naming and family. Only of diffusers it says that it was run."""
+    page = Path(__file__).parents[2] / "docs" / "how_to" / "lora.md"
+    table = page.read_text().split("<!-- lora-readers -->")[1].split("<!-- /lora-readers -->")[0]
+    read: dict[tuple[str, str, str], bool] = {}  # whether the program reads all layers
+    for row in table.strip().splitlines()[2:]:
+        models, files, programs, ignored, evidence = row.strip("| ").split(" | ")
+        for program in programs.split(", "):
+            assert ("test" in evidence) is (program == "diffusers" and "all layers" not in ignored)
+            for file in files.replace("`", "").split(", "):
+                naming = "diffusers" if file == "lora" else file
+                for model in models.split("; "):
+                    key = program, naming, FAMILIES[model]
+                    assert key not in read, key
+                    read[key] = ignored.startswith("nothing")
+    in_code = {(one.program, one.naming, family): one for one in READERS for family in one.families}
+    untold = {key for key in read if key not in in_code}
+    assert {(program, naming) for program, naming, _ in untold} == {("diffusers", "diffusers")}
+    assert all(read[key] for key in untold), "without an entry nothing is ignored"
+    for key, reader in in_code.items():
+        if key[2] != "flux":  # its rows are about what the file holds
+            assert read[key] is (reader.denoiser == ""), key

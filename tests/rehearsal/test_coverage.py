@@ -223,7 +223,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @slow
-@pytest.mark.parametrize("to", formats.FORMATS)
+@pytest.mark.parametrize("to", [to for to in formats.FORMATS if to not in ("musubi", "comfyui")])
 def test_exports(to: str, device: torch.device, finished: Run, tmp_path: Path) -> None:
     suffix = "" if to == "diffusers" else ".safetensors"
     result = formats.export(finished.folder, to, output=tmp_path / f"result{suffix}")

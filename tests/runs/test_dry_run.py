@@ -5,11 +5,13 @@ replacements.
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import concept_eraser
@@ -19,7 +21,7 @@ from concept_eraser.data.labelled import Labelled
 from concept_eraser.data.stand_in import a_few, only
 from concept_eraser.models import module
 from concept_eraser.recipes import recipe
-from concept_eraser.runs import dry_run, memory_estimate
+from concept_eraser.runs import disk_estimate, dry_run, memory_estimate
 from concept_eraser.utils import resources
 
 NAMES = sorted(
@@ -94,6 +96,39 @@ def test_a_model_on_this_machine_is_timed(tmp_path: Path, monkeypatch: pytest.Mo
         .invoke(app, ["erase", "tiny_star_munba", "--dry-run", "--no-two-steps"])
         .output
     )
+
+
+def test_without_steps_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimates of a folder are those of the loaded model. Its files are checked as before."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(resources.tiny_weights() / "tiny-sd", folder)
+    job = recipe.load("tiny_star_munba_lora", [f"model={folder}"])
+    read_plan, unread_plan = dry_run.load(job), dry_run.load(job, two_steps=False)
+    assert {p.device.type for p in unread_plan.model.denoiser.parameters()} == {"meta"}
+    for saved in ("lora", "pipeline"):
+        memory, disk = (
+            [estimates.estimate(job, plan.model, saved=saved) for plan in (read_plan, unread_plan)]
+            for estimates in (memory_estimate, disk_estimate)
+        )
+        assert memory[0] == memory[1]
+        assert disk[0] == disk[1]
+
+    small_plan = dry_run.load(job, two_steps=None)  # two steps take seconds here
+    assert {p.device.type for p in small_plan.model.denoiser.parameters()} == {"cpu"}
+    monkeypatch.setattr(dry_run, "SMALL", 0)
+    monkeypatch.setattr(dry_run, "find_gpu", lambda: None)
+    large_plan = dry_run.load(job, two_steps=None)
+    assert {p.device.type for p in large_plan.model.denoiser.parameters()} == {"meta"}
+
+    weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("conv_in.weight")
+    save_file(tensors, weights)
+    with pytest.raises(UserError, match=r"lacks weights: conv_in\.weight"):
+        dry_run.load(job, two_steps=False)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match="damaged or truncated"):
+        dry_run.load(job, two_steps=False)
 
 
 def test_a_broken_recipe_is_found() -> None:

@@ -120,8 +120,6 @@ FLUX2_TOP = (  # without norm_out.linear, whose rows are swapped
     _one("time_in.in_layer", "time_guidance_embed.timestep_embedder.linear_1"),
     _one("time_in.out_layer", "time_guidance_embed.timestep_embedder.linear_2"),
     _one("final_layer.linear", "proj_out"),
-)
-FLUX2_MODULATION = (
     _one("double_stream_modulation_img.lin", "double_stream_modulation_img.linear"),
     _one("double_stream_modulation_txt.lin", "double_stream_modulation_txt.linear"),
     _one("single_stream_modulation.lin", "single_stream_modulation.linear"),
@@ -137,8 +135,12 @@ ZIMAGE_BLOCK: tuple[Rows, ...] = tuple(
         *(_one(f"{block}.{name}", f"{block}.{name}") for name in _Z_SAME),
     )
 )
-ZIMAGE_TOP = tuple(
-    _one(name, name) for name in ("cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2")
+ZIMAGE_TOP = (
+    *(_one(name, name) for name in ("cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2")),
+    # of the patch size 2 in space and 1 in time, the only one of the published models
+    _one("x_embedder", "all_x_embedder.2-1"),
+    _one("final_layer.linear", "all_final_layer.2-1.linear"),
+    _one("final_layer.adaLN_modulation.1", "all_final_layer.2-1.adaLN_modulation.1"),
 )
 
 
@@ -165,22 +167,15 @@ def flux(module: Any) -> Iterator[Place]:
     return iter(_complete(own, places))
 
 
-def flux2_layers(module: Any, *, modulation: bool) -> Iterator[Place]:
-    """Return the places of the layers of Flux.2's transformer, of weights and biases.
-
-    modulation: With the layers that modulate all blocks.
-    """
+def flux2_layers(module: Any) -> Iterator[Place]:
+    """Return the places of the layers of Flux.2's transformer, of weights and biases."""
     own, config = module.state_dict(), module.config
     blocks = range(max(config.num_layers, config.num_single_layers))
-    top = (*FLUX2_TOP, *FLUX2_MODULATION) if modulation else FLUX2_TOP
-    return iter([*_places(own, top, range(1)), *_places(own, FLUX2_BLOCK, blocks)])
+    return iter([*_places(own, FLUX2_TOP, range(1)), *_places(own, FLUX2_BLOCK, blocks)])
 
 
 def zimage_layers(module: Any) -> Iterator[Place]:
-    """Return the places of the layers of Z-Image's transformer, of weights and biases.
-
-    The first and the last layer have other names in ComfyUI and in diffusers, and no place here.
-    """
+    """Return the places of the layers of Z-Image's transformer, of weights and biases."""
     own, config = module.state_dict(), module.config
     blocks = range(max(config.n_layers, config.n_refiner_layers))
     return iter([*_places(own, ZIMAGE_TOP, range(1)), *_places(own, ZIMAGE_BLOCK, blocks)])
