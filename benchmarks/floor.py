@@ -163,12 +163,9 @@ def as_in_peft(adapter: Adapter | None) -> Iterator[None]:
             attributes["forward"] = forward
 
 
-def steps_of(
-    model: Model, trained: str, batch: int, folder: Path
-) -> tuple[Denoiser, dict[str, Callable[[int], None]]]:
-    """Return an eraser, and the three steps that train its parameters."""
-    selection, rank, precision = TRAINED[trained]
-    teacher = copy.deepcopy(model.denoiser)
+def eraser_of(model: Model, trained: str, batch: int) -> Denoiser:
+    """Return an eraser of random examples, four batches of each objective."""
+    selection, rank, _ = TRAINED[trained]
     names = select([name for name, _ in model.denoiser.named_parameters()], selection)
     adapter = None
     if rank is not None:
@@ -178,7 +175,17 @@ def steps_of(
         name: DenoiserObjective(examples(model, 4 * batch, seed), loss)
         for seed, (name, loss) in enumerate(OBJECTIVES.items())
     }
-    eraser = Denoiser(model, objectives, adapter.tensors if adapter else names, adapter=adapter)
+    return Denoiser(model, objectives, adapter.tensors if adapter else names, adapter=adapter)
+
+
+def steps_of(
+    model: Model, trained: str, batch: int, folder: Path
+) -> tuple[Denoiser, dict[str, Callable[[int], None]]]:
+    """Return an eraser, and the three steps that train its parameters."""
+    precision = TRAINED[trained][2]
+    teacher = copy.deepcopy(model.denoiser)
+    eraser = eraser_of(model, trained, batch)
+    adapter = eraser.adapter
     floor = Floor(eraser.module, teacher, list(eraser.trainable().values()), precision)
     runs: dict[str, Callable[[int], None]] = {"floor": lambda step: None}
     modes: dict[str, Literal["on", "off"]] = {"engine": "off", "one pass": "on"}

@@ -98,6 +98,7 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "ch
         "the average of the weights": parameters.bytes if parameters.ema else 0,
     }
     is_moved = training.offload or training.frozen == "bf16"  # see Placement.undo
+    in_fp32 = sum(_weights(model, model.parts).values()) if is_moved else 0
     if writing:
         writing |= {"their values before": parameters.bytes, **({} if is_moved else context)}
     return Estimate(
@@ -106,6 +107,7 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "ch
         making,
         writing=writing,
         is_written_on_cpu=is_moved and gpu,
+        whole=in_fp32,
     )
 
 

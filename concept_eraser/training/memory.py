@@ -259,6 +259,8 @@ class Estimate:
         making: All that is in use while the examples are made.
         writing: All that is in use while the whole model is written at the end, if it is.
         is_written_on_cpu: Whether the model is on the CPU by then, in a training on a GPU too.
+        whole: The whole model in fp32, as it is on the CPU when it is loaded, and at the end. 0
+            where the training takes it all in fp32 anyway.
     """
 
     always: Mapping[str, int]
@@ -266,6 +268,7 @@ class Estimate:
     making: Mapping[str, int] = field(default_factory=dict)
     writing: Mapping[str, int] = field(default_factory=dict)
     is_written_on_cpu: bool = False
+    whole: int = 0
 
     @property
     def fullest(self) -> str:
@@ -281,7 +284,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        at_the_end = 0 if self.is_written_on_cpu else sum(self.writing.values())
+        at_the_end = 0 if self.is_written_on_cpu else max(sum(self.writing.values()), self.whole)
         return max(self.training, self.examples, at_the_end)
 
     def lines(self) -> list[str]:
@@ -301,8 +304,14 @@ class Estimate:
             if self.writing
             else ""
         )
+        whole_text = (
+            f"; when the model is loaded, and at the end, {self.whole / GB:.2f} GB of the CPU's "
+            "memory"
+            if self.whole
+            else ""
+        )
         return [
             f"memory (an estimate, not measured): {self.training / GB:.2f} GB{examples_text}"
-            f"{writing_text}",
+            f"{writing_text}{whole_text}",
             f"  of which {parts_text}",
         ]

@@ -334,8 +334,23 @@ def test_the_estimate_of_writing_counts_the_part_in_its_checkpoints_precision(ti
     assert f"; while the model is written {size / memory.GB:.2f} GB" in estimate.lines()[0]
     offloading = recipe.load(short(training__offload=True, save="pipeline"))
     line = memory_estimate.estimate(offloading, tiny, saved="pipeline").lines()[0]
-    assert line.endswith("GB of the CPU's memory")
+    assert line.count("GB of the CPU's memory") == 2
     assert not memory_estimate.estimate(job, tiny, saved="changed").writing
+
+
+def test_the_estimate_names_the_whole_model_where_the_training_holds_less(tiny: Any) -> None:
+    """A model is loaded in fp32, and is in fp32 again at the end."""
+    bf16 = {
+        "training__precision": "bf16",
+        "training__frozen": "bf16",
+        "generation__precision": "bf16",
+    }
+    estimate = memory_estimate.estimate(recipe.load(short(**bf16)), tiny, gpu=False)
+    assert estimate.whole == sum(memory.weights_of(part) for part in tiny.parts.values())
+    held = sum(size for name, size in estimate.always.items() if name.startswith("weights of"))
+    assert held < estimate.whole <= estimate.peak
+    assert f"at the end, {estimate.whole / memory.GB:.2f} GB" in estimate.lines()[0]
+    assert not memory_estimate.estimate(recipe.load(short()), tiny).whole
 
 
 def test_pretending_leaves_a_model_as_it_was(tiny: Any) -> None:
