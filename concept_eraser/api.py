@@ -153,7 +153,9 @@ def erase(
     """Erase a concept and write a run folder.
 
     The job is the name of a concept, a recipe, or the keys of a recipe as keywords.
-    `concept-eraser show RECIPE` prints every key.
+    `concept-eraser show RECIPE` prints every key. Keys that are left out have a recipe's defaults,
+    so all weights are trained. Only a concept has the defaults of the command line, such as the
+    LoRA.
 
     For a concept the prompts, the anchor concept, the retain set and the evaluation suite are
     chosen from the shipped lists. The run folder has them in `recipe.yaml` and `suite.yaml`, which

@@ -25,14 +25,26 @@ def distance(
     ] = "inception",
     mode: Annotated[
         Optional[str],
-        typer.Option(help="for inception, the resizing: clean, legacy_pytorch, legacy_tensorflow"),
+        typer.Option(
+            help=(
+                "for inception, the resizing: clean, legacy_pytorch, legacy_tensorflow (default: "
+                "clean)"
+            )
+        ),
     ] = None,
     model: Annotated[
-        Optional[str], typer.Option(help="for clip, the name in open_clip, or local-dir:FOLDER")
+        Optional[str],
+        typer.Option(
+            help="for clip, the name in open_clip, or local-dir:FOLDER (default: ViT-B-32)"
+        ),
     ] = None,
     weights: Annotated[
         Optional[str],
-        typer.Option(help="for clip, a file, or open_clip's name of weights on this machine"),
+        typer.Option(
+            help=(
+                "for clip, a file, or open_clip's name of weights on this machine (default: openai)"
+            )
+        ),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=limits.SEED, help="seed of the subsets that KID draws")

@@ -27,7 +27,7 @@ PURPOSES = {
     "curvature": "the method natural_gradient",
     "labelled": "membership attacks, the data set digits",
     "memory": "training.optimizer=adamw8bit",
-    "statistics": "corrected tables of comparisons",
+    "statistics": "the agreement of two judges, corrected tables of comparisons",
     "torchjd": "the method torchjd",
     "trackers": "training.tracker",
 }

@@ -82,7 +82,10 @@ def erase(
         typer.Option(
             min=1,
             max=limits.IMAGES,
-            help="with concepts: images of each group of the evaluation (default: 96 or 64)",
+            help=(
+                "with concepts: images of each group of the evaluation (default: 96 of the "
+                "bundled model, 64 of others)"
+            ),
         ),
     ] = None,
     model: Annotated[
@@ -90,7 +93,7 @@ def erase(
         typer.Option(
             help=(
                 "tiny-sd, a diffusers folder, a run folder or a hub id; with --base a "
-                ".safetensors file"
+                ".safetensors file (default: the recipe's, or tiny-sd)"
             )
         ),
     ] = None,
@@ -115,7 +118,8 @@ def erase(
         typer.Option(
             help=(
                 "anchor concept, generated instead: 'a person', 'a {color} circle', or "
-                "shape=circle; for several concepts one for all, or one each"
+                "shape=circle; for several concepts one for all, or one each (default with "
+                "concepts: chosen)"
             )
         ),
     ] = None,
@@ -129,15 +133,30 @@ def erase(
         ),
     ] = None,
     loss: Annotated[
-        Optional[str], typer.Option(help="forget loss: anchor, esd, ascent, relabel, distill")
+        Optional[str],
+        typer.Option(
+            help=(
+                "forget loss, see `concept-eraser list losses` (default without a recipe: anchor "
+                "with --anchor, else esd)"
+            )
+        ),
     ] = None,
-    method: Annotated[Optional[str], typer.Option(help="see `concept-eraser list methods`")] = None,
+    method: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "see `concept-eraser list methods` (default without a recipe: munba, which needs "
+                "--retain)"
+            )
+        ),
+    ] = None,
     select: Annotated[
         Optional[str],
         typer.Option(
             help=(
-                "trainable parameters, e.g. all, cross_attention; with --lora, the adapter is "
-                "on their linear layers"
+                "trainable parameters, see `concept-eraser list selections`; with --lora, the "
+                "adapter is on their layers (default without a recipe: blocks with the default "
+                "LoRA, else all)"
             )
         ),
     ] = None,
@@ -154,14 +173,30 @@ def erase(
         ),
     ] = None,
     steps: Annotated[
-        Optional[int], typer.Option(min=1, max=limits.TRAINING_STEPS, help="training steps")
+        Optional[int],
+        typer.Option(
+            min=1,
+            max=limits.TRAINING_STEPS,
+            help=(
+                "training steps (default without a recipe: 100 of the bundled model, 200 of others)"
+            ),
+        ),
     ] = None,
     lr: Annotated[
         Optional[float],
-        typer.Option(min=0.0, max=limits.LEARNING_RATE, callback=finite, help="learning rate"),
+        typer.Option(
+            min=0.0,
+            max=limits.LEARNING_RATE,
+            callback=finite,
+            help=(
+                "learning rate (default without a recipe: by the model and the trainable "
+                "parameters; --dry-run prints it)"
+            ),
+        ),
     ] = None,
     seed: Annotated[
-        Optional[int], typer.Option(min=0, max=limits.SEED, help="training seed")
+        Optional[int],
+        typer.Option(min=0, max=limits.SEED, help="training seed (default: the recipe's, or 0)"),
     ] = None,
     output: Annotated[
         Optional[Path],

@@ -37,14 +37,19 @@ def evaluate(
     ] = None,
     n: Annotated[
         Optional[int],
-        typer.Option("-n", min=2, max=limits.IMAGES, help="largest number of images per group"),
+        typer.Option(
+            "-n",
+            min=2,
+            max=limits.IMAGES,
+            help="largest number of images per group (default: the suite's numbers)",
+        ),
     ] = None,
     second_judge: Annotated[
         Optional[str],
         typer.Option(
             help=(
                 "label the images by a second judge too, such as tiny2, and report where the two "
-                "judges differ"
+                "judges differ (default: the suite's second judge, if it has one)"
             )
         ),
     ] = None,

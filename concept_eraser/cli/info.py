@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -22,6 +23,19 @@ _PLUGINS = {
     "datasets": "dataset",
     "architectures": "architecture",
 }
+# concept_eraser.models.loading has them by pipeline class, but imports torch
+_FAMILIES = (
+    "sd",
+    "sdxl",
+    "sd3",
+    "flux",
+    "dit",
+    "pixart",
+    "sana",
+    "zimage",
+    "qwenimage",
+    "flux2",
+)
 _ALL = (
     "models",
     "methods",
@@ -97,17 +111,15 @@ def _entries(kind: str) -> list[tuple[str, str]]:
 
         return [
             *BUNDLED_MODELS.items(),
-            ("<folder | hub id>", "a Stable Diffusion 1.x or 2.x pipeline in diffusers format"),
+            ("<folder | hub id>", f"a diffusers pipeline of a family: {', '.join(_FAMILIES)}"),
         ]
     if kind == "presets":
         from concept_eraser.recipes.memory_presets import PRESETS, describe
 
         return [(name, describe(name)) for name in PRESETS]
-    from concept_eraser.recipes.selections import SELECTIONS
+    from concept_eraser.recipes.selections import DESCRIPTIONS
 
-    return [(name, "") for name in SELECTIONS] + [
-        ("re:<expression>", "every tensor whose name matches")
-    ]
+    return [*DESCRIPTIONS.items(), ("re:<expression>", "every tensor whose name matches")]
 
 
 def _about(path: Path) -> str:
@@ -152,16 +164,30 @@ def _data_file(name: str, kind: str | None) -> tuple[Path | None, str]:
     return resources.find(_DATA[chosen_kind], name), note
 
 
-_SHOW_KINDS = ("method", "attack", "loss", "judge", "metric")  # kinds of plug-ins
+# kinds of plug-ins, in the order in which `show` prints those of one name
+_SHOW_KINDS = ("method", "attack", "loss", "judge", "metric", "feature", "dataset", "architecture")
 _FIRST_KINDS = ("method", "attack")  # kinds that come before recipes, prompt sets and suites
 
 
 def show(
     name: Annotated[
         str,
-        typer.Argument(help="a method, attack, loss, judge, metric, recipe, prompt set or suite"),
+        typer.Argument(
+            help=(
+                "a method, attack, loss, judge, metric, feature extractor, data set, architecture, "
+                "recipe, prompt set or suite"
+            )
+        ),
     ],
-    kind: KindOption = None,
+    kind: Annotated[
+        Optional[str],
+        typer.Option(
+            help=(
+                "a kind of `concept-eraser list`, for a name that several kinds have, e.g. judges "
+                "or suites"
+            )
+        ),
+    ] = None,
 ) -> None:
     """Show a plug-in with its options and source, or the text of a recipe, prompt set or suite.
 
@@ -170,26 +196,43 @@ def show(
       concept-eraser show munba
 
       concept-eraser show tiny_star_munba
+
+      concept-eraser show tiny --kind judges
     """
-    plugin_kinds = [
-        one for one in _SHOW_KINDS if name in registry.names(one) or name in registry.named(one)
-    ]
+    if kind is not None and kind not in (*_PLUGINS, *_DATA):
+        raise unknown("kind", kind, [*_PLUGINS, *_DATA])
+    if kind in _PLUGINS:
+        _show_plugins([_PLUGINS[kind]], name)
+        return
+    plugin_kinds = [one for one in _SHOW_KINDS if name in _names(one)]
     path, _ = _data_file(name, kind)
     if path is not None and (kind is not None or not set(plugin_kinds) & set(_FIRST_KINDS)):
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
         return
+    if plugin_kinds:
+        _show_plugins(plugin_kinds, name)
+        return
+    names = [n for kind in _SHOW_KINDS for n in _names(kind)]
+    names += [n for kind in _DATA.values() for n in resources.names(kind)]
+    raise unknown("name", name, names)
+
+
+def _names(plugin_kind: str) -> list[str]:
+    """Return the names of the plug-ins of a kind, and of their settings."""
+    return [*registry.names(plugin_kind), *registry.named(plugin_kind)]
+
+
+def _show_plugins(plugin_kinds: Sequence[str], name: str) -> None:
+    """Show the plug-in of this name of each kind. Raises UserError for an unknown name."""
     for number, plugin_kind in enumerate(plugin_kinds):
+        if name not in _names(plugin_kind):
+            raise unknown(plugin_kind, name, _names(plugin_kind))
         if number:
             typer.echo()
         if plugin_kind == "loss" and name in registry.builtin(plugin_kind):
             _show_loss(name)
         else:
             _show_plugin(plugin_kind, name)
-    if plugin_kinds:
-        return
-    names = [n for kind in _SHOW_KINDS for n in (*registry.names(kind), *registry.named(kind))]
-    names += [n for kind in _DATA.values() for n in resources.names(kind)]
-    raise unknown("name", name, names)
 
 
 def _show_loss(name: str) -> None:
@@ -208,8 +251,9 @@ def _show_plugin(kind: str, name: str) -> None:
     typer.echo(f"the {kind} {plugin.title}\n{source}")
     typer.echo("options:")
     for option in plugin.options:
+        value = "(required)" if option.is_required else repr(option.value)
         typer.echo(
-            f"  {option.name} = {option.value!r}    ({option.type_name})"
+            f"  {option.name} = {value}    ({option.type_name})"
             + (f"    from: {option.origin}" if option.origin else "")
         )
     typer.echo(f"\n{plugin.documentation}\n")

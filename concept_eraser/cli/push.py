@@ -27,7 +27,10 @@ def push(
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="make the repository private")] = False,
     revision: Annotated[
-        Optional[str], typer.Option(help="upload to this branch; created if it does not exist")
+        Optional[str],
+        typer.Option(
+            help="upload to this branch; created if it does not exist (default: the main branch)"
+        ),
     ] = None,
     license: Annotated[
         str,

@@ -35,6 +35,8 @@ def quickstart(
     """Erase "star" from the bundled model, measure it, and write a report. This takes a few minutes
     on two cores.
 
+    It uses no more threads than cores are idle. OMP_NUM_THREADS sets another number.
+
     [bold]Example[/bold]
 
       concept-eraser quickstart

@@ -166,7 +166,8 @@ def describe(name: str) -> str:
         f"{key} {str(value).lower() if isinstance(value, bool) else value}"
         for key, (value, _) in preset.values["training"].items()
     )
-    return (
-        f"{preset.about}: at most {preset.at_once} examples and {preset.images} images "
-        f"at once, {description}"
+    examples, images = (
+        f"{n} {word}" if n == 1 else f"{n} {word}s"
+        for n, word in ((preset.at_once, "example"), (preset.images, "image"))
     )
+    return f"{preset.about}: at most {examples} and {images} at once, {description}"

@@ -66,6 +66,21 @@ _RULES: dict[str, Callable[[str], bool]] = {
     "attention": _is_attention,
 }
 SELECTIONS = tuple(_RULES)
+# one line about each, for `concept-eraser list selections`
+DESCRIPTIONS = {
+    "all": "every tensor",
+    "blocks": "all but the first and last layers and the embeddings of the time step",
+    "cross_attention": "attention layers that read the text; in joint attention its projections",
+    "cross_attention_kv": "the keys and values of cross_attention",
+    "self_attention": "the other attention layers",
+    "all_but_cross_attention": "all but cross_attention",
+    "noxattn": "all_but_cross_attention without the last layers and the time embedding (ESD-u)",
+    "text": "CLIP: the text tower",
+    "text_attention": "CLIP: the attention layers of the text tower",
+    "image": "CLIP: the image tower",
+    "image_attention": "CLIP: the attention layers of the image tower",
+    "attention": "CLIP: the attention layers of both towers",
+}
 _CROSS = ("cross_attention", "cross_attention_kv")
 _OF_CLIP = ("text", "text_attention", "image", "image_attention", "attention")
 

@@ -1,5 +1,4 @@
-"""UnlearnDiffAtk: token distributions on the simplex that make the erased model denoise the
-concept.
+"""UnlearnDiffAtk: distributions of tokens with which the erased model denoises the concept.
 
 Zhang et al., "To Generate or Not? Safety-Driven Unlearned Diffusion Models Are Still Easy To
 Generate Unsafe Images ... For Now", ECCV 2024, arXiv 2310.11868, the objective it names
