@@ -61,6 +61,12 @@ def generate(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the images of an earlier call in --output")
     ] = False,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle", help="also load weights stored as pickles, which can execute code"
+        ),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
     """Generate images from a model: PNG files, numbered, with the prompts in metadata.jsonl.
@@ -97,7 +103,7 @@ def generate(
             )
         with bars(quiet) as progress:
             images = generation.generate(
-                api.load(model, base=before, guard=guard),
+                api.load(model, allow_pickle=allow_pickle, base=before, guard=guard),
                 all_prompts,
                 seeds,
                 generation.Sampling(steps, guidance),

@@ -54,7 +54,7 @@ def unknown_message(what: str, name: str, names: Iterable[str], *, hint: str = "
     guess = f"; did you mean {quote(close[0])}?" if close else ";"
     return (
         f"unknown {what} {quote(name)}{guess} available: "
-        f"{names_text(options, 100) or '(none)'}{'. ' + hint if hint else ''}"
+        f"{names_text(options, 100) or '(none)'}{'; ' + hint if hint else ''}"
     )
 
 

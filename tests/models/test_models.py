@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from concept_eraser.cli.main import app
 from concept_eraser.models.loading import load
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
@@ -197,6 +199,12 @@ def test_pickled_weights_load_when_allowed(model_folder: Path) -> None:
     torch.save(load_file(path), model_folder / "unet" / "diffusion_pytorch_model.bin")
     path.unlink()
     assert load(str(model_folder), allow_pickle=True).latent_shape() == (4, 16, 16)
+    words = ["generate", str(model_folder), "-p", "a star", "-n", "1", "--steps", "1"]
+    images = ["-o", str(model_folder.parent / "images")]
+    refused = CliRunner().invoke(app, [*words, *images])
+    assert "--allow-pickle" in str(refused.exception)
+    result = CliRunner().invoke(app, [*words, *images, "--allow-pickle"])
+    assert result.exit_code == 0, result.output
 
 
 def test_incomplete_and_foreign_folders(model_folder: Path, tmp_path: Path) -> None:
