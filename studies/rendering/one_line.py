@@ -8,6 +8,7 @@ import yaml
 
 from concept_eraser.data import prompts
 from concept_eraser.evaluation.statistics import Interval
+from concept_eraser.recipes.defaults import LORA_LAYERS
 from studies.rendering.common import results, share, table
 from studies.result_tables import STUDIES, Results
 
@@ -45,10 +46,23 @@ One training seed; n = {study["images"]} images of each group; 95 % Wilson
 intervals, which do not cover the choice of the training seed. Accuracy is that of the concept's
 attribute. The column s has seconds of training on one thread, on a busy machine. Neighbours are the
 two values that are nearest to the concept by the text encoder.
-
+{_selection(runs, concepts)}
 Command: `python -m studies.one_line studies/configs/one_line.yaml`.
 Commit {str(environment["commit"])[:12]}; torch {environment["versions"]["torch"]}.
 """
+
+
+def _selection(runs: Any, concepts: list[str]) -> str:
+    """Return which layers the LoRA of the runs adapts, if they are not those of today's default."""
+    selections = {
+        runs[f"{concept}_by_name"]["recipe"]["trainable"]["select"] for concept in concepts
+    }
+    if selections == {LORA_LAYERS}:
+        return ""
+    return (
+        f"The LoRA has the layers `{', '.join(sorted(selections))}`, the default at that time. "
+        f"Today's default is\n`{LORA_LAYERS}`.\n"
+    )
 
 
 def _row(run: Any, when: str, label: str) -> list[str]:
