@@ -10,7 +10,8 @@ from concept_eraser.utils import path_redaction
 BUNDLED = "tiny-sd"
 # models that never learned a concept: the bundled one with another UNet
 CONTROLS = {
-    "tiny-sd-without-heart": "the bundled model with a UNet that was trained without any heart"
+    f"{BUNDLED}-without-{shape}": f"the bundled model, but its UNet was trained without any {shape}"
+    for shape in ("heart", "star")
 }
 BUNDLED_MODELS = {
     BUNDLED: "the bundled model of ten shapes, 64x64, trained from scratch for this package",
