@@ -39,8 +39,13 @@ RATES = {
 
 
 def block() -> str:
-    """Return the table of the README: rates in percent, a row for each model."""
+    """Return the table of the README: rates in percent, a row for each model.
+
+    It is "" without results.
+    """
     contents = _contents()
+    if not contents:
+        return ""
     groups = _in_order(contents)
     first = next(iter(groups.values()))
     rows = [["model", *RATES, *ATTACKS.values()]]
@@ -66,6 +71,8 @@ def block() -> str:
 def figures() -> dict[Path, Figure]:
     """Return the figure of the README: the success of each attack, in percent with intervals."""
     contents = _contents()
+    if not contents:
+        return {}
     labels = {model: group[0]["label"] for model, group in _in_order(contents).items()}
     content = [
         [
@@ -84,7 +91,7 @@ def figures() -> dict[Path, Figure]:
 
 
 def _contents() -> list[Content]:
-    return by_concept(dict(Results(STUDY)))[CONCEPT]
+    return by_concept(dict(Results(STUDY))).get(CONCEPT, [])
 
 
 def _in_order(contents: Sequence[Content]) -> dict[str, list[Content]]:
