@@ -13,6 +13,7 @@ import yaml
 
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
+from concept_eraser.storage.base_model import CONTROLS
 from studies import guidance, leaderboard, render_results, result_tables, runs
 from studies.rendering import excess_recovery
 from studies.rendering.common import LIMITS
@@ -110,6 +111,10 @@ def test_every_result_carries_its_provenance(study: str) -> None:
                     assert low <= row["after"]["value"] <= high, key
         if "guard" in content.get("point", {}):
             assert content["recipe"] == {"model": "tiny-sd"}, f"{key}: a safeguard trains nothing"
+            continue
+        if content.get("point", {}).get("model") in CONTROLS:
+            assert content["recipe"] == {"model": "tiny-sd"}, f"{key}: a control trains nothing"
+            assert content["run"]["trained_parameters"] == 0, key
             continue
         assert content["seed"] == content["recipe"]["training"]["seed"], key
         assert recipe.load(content["recipe"]).model == "tiny-sd", key
