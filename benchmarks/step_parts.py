@@ -43,7 +43,7 @@ FIRST = 17  # the first step's number: UNO checks its products at powers of two
 METHODS: dict[str, Callable[[], Any]] = {
     "MUNBa": Munba,
     "plain sum": Weighted,
-    "UNO": lambda: Uno(strength=1.0, hvp="difference"),
+    "UNO": lambda: Uno(strength=1.0),
 }
 REST = "Gram matrix, combination, checks, log"
 PARTS = ("drawing", "passes", "optimizer", REST)

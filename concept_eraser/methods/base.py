@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from concept_eraser.methods.vectors import Vec, combine_and_free, is_finite
 
-HessianProduct = Literal["difference", "exact"]
+HessianProduct = Literal["difference", "forward", "exact"]
 
 
 class NoSecondDerivative(ValueError):
@@ -80,15 +80,24 @@ class Closure(Protocol):
         ...
 
     def hvp(
-        self, objective: str, v: Vec, how: HessianProduct = "difference", size: float = 0.01
+        self,
+        objective: str,
+        v: Vec,
+        how: HessianProduct = "difference",
+        size: float = 0.01,
+        *,
+        base: Vec | None = None,
     ) -> Vec:
         """Return the Hessian of an objective's loss times v.
 
         Args:
             objective: The name of the objective.
             v: The vector.
-            how: "exact" for double backward; "difference" for central differences of `grad`.
+            how: "exact" for double backward; "difference" for central differences of `grad`;
+                "forward" for the difference between one further gradient and `base`.
             size: The step of the differences: params +- size v / ||v||.
+            base: The objective's gradient at the present parameters, for "forward". Without it the
+                gradient is computed.
 
         Raises:
             NoSecondDerivative: The product is to be exact, and a layer or the distribution of the

@@ -86,7 +86,13 @@ class Fixed:
         return nullcontext()
 
     def hvp(
-        self, objective: str, v: Vec, how: HessianProduct = "difference", size: float = 0.01
+        self,
+        objective: str,
+        v: Vec,
+        how: HessianProduct = "difference",
+        size: float = 0.01,
+        *,
+        base: Vec | None = None,
     ) -> Vec:
         return tuple(torch.zeros_like(part) for part in v)
 

@@ -215,13 +215,21 @@ class LossClosure:
                     parameter.copy_(value)
 
     def hvp(
-        self, objective: str, v: Vec, how: HessianProduct = "difference", size: float = 0.01
+        self,
+        objective: str,
+        v: Vec,
+        how: HessianProduct = "difference",
+        size: float = 0.01,
+        *,
+        base: Vec | None = None,
     ) -> Vec:
         """Return H v for the Hessian H of an objective's loss.
 
         difference: ||v|| (grad(params + size u) - grad(params - size u)) / (2 size) with u = v /
         ||v||. It takes two passes, the memory of one, and any attention kernel. Its error is
         O(size^2) plus the rounding error of the gradients / size.
+        forward: ||v|| (grad(params + size u) - base) / size, with base = grad(params). It takes one
+        pass where `base` is there. Its error is O(size).
         exact: double backward of <grad, v>, one loss at a time, with an attention kernel that has
         it.
         """
@@ -231,6 +239,13 @@ class LossClosure:
         if how == "exact":
             return self._double_backward(objective, v)
         ahead = tuple(part * (size / length) for part in v)
+        if how == "forward":
+            # a clipped gradient is not that of the loss
+            known = base is not None and self._clip is None
+            start = base if known and base is not None else self._gradient(objective)
+            with self.at(ahead):
+                plus = self._gradient(objective)
+            return tuple((p - g) * (length / size) for p, g in zip(plus, start, strict=True))
         with self.at(ahead):
             plus = self._gradient(objective)
         with self.at(tuple(-part for part in ahead)):

@@ -16,7 +16,7 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert min(row["share"].values()) > 0
     assert row["share"]["passes"] > 0.5
     assert row["cpu_seconds"].keys() == set(step_parts.METHODS)
-    # UNO's Hessian product by differences takes two passes more
+    # UNO's two Hessian products take a pass each, or two
     assert row["ratio"]["UNO / MUNBa"][0] > 1.2
 
 
