@@ -22,8 +22,8 @@ jump divided by the step. A smaller step meets fewer kinks, and each then counts
 product, which the paper's code computes, has no such jumps. So `hvp: checked` compares the two at
 the first step, and again at steps 2, 4, 8, ... It uses forward differences, which take one pass in
 place of two, while they and central ones agree with the exact products to TOLERANCE. From the first
-check on that they fail it uses central differences, and where these fail it uses exact products. On the bundled
-UNet forward differences are wrong by 0.4 to 1.0 %, central ones by 0.02 % or less.
+check on that they fail it uses central differences, and where these fail it uses exact products. On
+the bundled UNet forward differences are wrong by 0.4 to 1.0 %, central ones by 0.02 % or less.
 tests/methods/test_uno.py has the errors on networks with ReLU and with SiLU.
 
 The hat versions add a loss that uses a classifier to separate retained from forgotten samples: the
