@@ -22,7 +22,7 @@ STUDY = "combination_rules"
 CONCEPT = "heart"
 FIGURE = ROOT / "docs" / "recovery.svg"
 NEVER = "never learned"
-# of the README's table, by their names in the study
+# of the README's table: their names in the study, and there
 ATTACKS = {
     "completion": "half-noised image",
     "soft_prompt": "soft prompt",
@@ -76,7 +76,7 @@ def figures() -> dict[Path, Figure]:
     labels = {model: group[0]["label"] for model, group in _in_order(contents).items()}
     content = [
         [
-            attack.replace("_", " "),
+            ATTACKS.get(attack, attack.replace("_", " ")),
             [
                 [NEVER, *_values(success_rate(campaigns(contents, attack)))],
                 *(
