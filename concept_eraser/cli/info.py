@@ -23,19 +23,6 @@ _PLUGINS = {
     "datasets": "dataset",
     "architectures": "architecture",
 }
-# concept_eraser.models.loading has them by pipeline class, but imports torch
-_FAMILIES = (
-    "sd",
-    "sdxl",
-    "sd3",
-    "flux",
-    "dit",
-    "pixart",
-    "sana",
-    "zimage",
-    "qwenimage",
-    "flux2",
-)
 _ALL = (
     "models",
     "methods",
@@ -109,9 +96,10 @@ def _entries(kind: str) -> list[tuple[str, str]]:
     if kind == "models":
         from concept_eraser.storage.base_model import BUNDLED_MODELS
 
+        families = [name for name in registry.names("model") if name != "clip"]
         return [
             *BUNDLED_MODELS.items(),
-            ("<folder | hub id>", f"a diffusers pipeline of a family: {', '.join(_FAMILIES)}"),
+            ("<folder | hub id>", f"a diffusers pipeline of a family: {', '.join(families)}"),
         ]
     if kind == "presets":
         from concept_eraser.recipes.memory_presets import PRESETS, describe

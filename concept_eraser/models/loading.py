@@ -339,7 +339,8 @@ def outline(name: str) -> Model | None:
 def outline_of_files(name: str) -> Model | None:
     """Return a model without its weights, after the checks that `load` makes of their files.
 
-    Of the files only the headers are read: names, shapes and precisions.
+    Of the weights only the headers are read: names, shapes and precisions. Files that a manifest
+    lists are also compared with it.
 
     Args:
         name: a diffusers folder.
@@ -348,8 +349,11 @@ def outline_of_files(name: str) -> Model | None:
         The model as `outline` returns it, with the precision of its checkpoint. None if the name is
         no such folder, or if a check fails: `load` then names the reason.
     """
+    if name in BUNDLED_MODELS:
+        return None  # not a folder of that name
     folder = Path(name)
     try:
+        require_intact(folder)
         content = folder_check.check_pipeline(folder)
         _check_parts(folder, content, allow_pickle=False)
         model = _outline(folder, name)

@@ -241,8 +241,7 @@ class LossClosure:
         ahead = tuple(part * (size / length) for part in v)
         if how == "forward":
             # a clipped gradient is not that of the loss
-            known = base is not None and self._clip is None
-            start = base if known and base is not None else self._gradient(objective)
+            start = self._gradient(objective) if base is None or self._clip is not None else base
             with self.at(ahead):
                 plus = self._gradient(objective)
             return tuple((p - g) * (length / size) for p, g in zip(plus, start, strict=True))

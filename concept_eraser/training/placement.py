@@ -108,13 +108,18 @@ class Placement:
             self.model.to(CPU)
         if self._originals:
             self.model.frozen_dtype = self.model.reader_dtype = None
-        with own_pages():
-            for part, values in self._originals.items():
-                weights = dict(narrowable(self.model.parts[part]))
-                while values:  # each value goes when its weight is there
-                    name, value = values.popitem()
-                    weights[name].data = value.float()
-        self._originals, self.away = {}, []
+            with own_pages():
+                self._restore()
+        self.away = []
+
+    def _restore(self) -> None:
+        """Give the narrowed weights their values, in fp32. Each value goes as its weight comes."""
+        for part, values in self._originals.items():
+            weights = dict(narrowable(self.model.parts[part]))
+            while values:
+                name, value = values.popitem()
+                weights[name].data = value.float()
+        self._originals = {}
 
 
 def _without_loss(value: Tensor, bf16: Tensor) -> Tensor:

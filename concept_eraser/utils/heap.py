@@ -16,6 +16,8 @@ from contextlib import contextmanager
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
 _LARGE = 2**20  # bytes
+# variables of the environment that set thresholds
+_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 # glibc's own thresholds in a process that has freed a large block
 _USUAL = {_M_MMAP_THRESHOLD: 2**25, _M_TRIM_THRESHOLD: 2**26}
 
@@ -24,9 +26,10 @@ _USUAL = {_M_MMAP_THRESHOLD: 2**25, _M_TRIM_THRESHOLD: 2**26}
 def own_pages() -> Iterator[None]:
     """Give each block of at least 1 MB pages of its own inside the context.
 
-    It does nothing with another C library, and where the environment has a threshold.
+    It does nothing with another C library, and where the environment may have a threshold.
     """
-    mallopt = None if "MALLOC_MMAP_THRESHOLD_" in os.environ else _mallopt()
+    is_set = any(name in os.environ for name in _VARIABLES)
+    mallopt = None if is_set else _mallopt()
     if mallopt is None:
         yield
         return

@@ -19,7 +19,7 @@ from concept_eraser.evaluation.seed_statistics import (
 )
 from concept_eraser.evaluation.statistics import Interval, paired_difference, wilson
 from studies import grids
-from studies.rendering.common import notes, setting, share, source, table
+from studies.rendering.common import notes, pool, setting, share, source, table
 from studies.result_tables import STUDIES as CONFIGS
 from studies.result_tables import Content, Results
 
@@ -203,28 +203,14 @@ def model_table(contents: Sequence[Content]) -> str:
             [
                 group[0]["label"],
                 str(len(group)),
-                _mean_rate(group, "concept_rate", "direct"),
-                _mean_rate(group, f"accuracy_{attribute}", "retained"),
-                _mean_rate(group, f"accuracy_{attribute}", "unseen"),
+                share(pool(list(group), "concept_rate", "direct")),
+                share(pool(list(group), f"accuracy_{attribute}", "retained")),
+                share(pool(list(group), f"accuracy_{attribute}", "unseen")),
                 _other_attributes(group, attribute),
                 "; ".join(_gap(group, name) for name in ("direct", "retained", "unseen")),
             ]
         )
     return table(rows)
-
-
-def _mean_rate(group: Sequence[Content], metric: str, name: str) -> str:
-    """Return a rate over the images of all training seeds, or "-"."""
-    values = [
-        row["after"]
-        for one in group
-        for row in one["evaluation"]["results"]
-        if (row["metric"], row["group"]) == (metric, name)
-    ]
-    if not values:
-        return "-"
-    count = sum(round(value["value"] * value["n"]) for value in values)
-    return share(wilson(count, sum(value["n"] for value in values)))
 
 
 def _other_attributes(group: Sequence[Content], erased: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from concept_eraser.evaluation.statistics import Interval, wilson
-from studies.rendering.common import table
+from concept_eraser.evaluation.statistics import Interval
+from studies.rendering.common import pool, table
 from studies.rendering.excess_recovery import by_concept, campaigns, evaluations, success_rate
 from studies.rendering.figures import Figure, canvas
 from studies.rendering.leaderboard_plot import OKABE_ITO
@@ -61,7 +61,7 @@ def block() -> str:
         rows.append(
             [
                 group[0]["label"],
-                *(_percent(_rate(group, *rate)) for rate in RATES.values()),
+                *(_percent(pool(list(group), *rate)) for rate in RATES.values()),
                 *(_percent(success_rate(campaigns(contents, attack, model))) for attack in ATTACKS),
             ]
         )
@@ -101,18 +101,6 @@ def _in_order(contents: Sequence[Content]) -> dict[str, list[Content]]:
     return {name: groups[name] for name in entries if name in groups}
 
 
-def _rate(group: Sequence[Content], metric: str, name: str, *, when: str = "after") -> Interval:
-    """Return a rate over the images of all training seeds."""
-    values = [
-        row[when]
-        for one in group
-        for row in one["evaluation"]["results"]
-        if (row["metric"], row["group"]) == (metric, name)
-    ]
-    count = sum(round(value["value"] * value["n"]) for value in values)
-    return wilson(count, sum(value["n"] for value in values))
-
-
 def _control_rate(content: Content, metric: str, name: str) -> Interval:
     """Return a rate of the model that never learned, from the evaluation beside it."""
     for row in content["evaluation"]["control"]["results"]:
@@ -121,8 +109,8 @@ def _control_rate(content: Content, metric: str, name: str) -> Interval:
     raise KeyError(f"no {metric} of {name} for the control")
 
 
-def _percent(rate: Interval) -> str:
-    return f"{100 * rate.value:.0f} %"
+def _percent(rate: Interval | None) -> str:
+    return f"{100 * rate.value:.0f} %" if rate else "-"
 
 
 def _values(rate: Interval) -> list[float]:

@@ -22,6 +22,7 @@ from concept_eraser.data.stand_in import a_few, only
 from concept_eraser.models import module
 from concept_eraser.recipes import recipe
 from concept_eraser.runs import disk_estimate, dry_run, memory_estimate
+from concept_eraser.storage import manifest
 from concept_eraser.utils import resources
 
 NAMES = sorted(
@@ -119,6 +120,17 @@ def test_without_steps_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(dry_run, "find_gpu", lambda: None)
     large_plan = dry_run.load(job, two_steps=None)
     assert {p.device.type for p in large_plan.model.denoiser.parameters()} == {"meta"}
+
+    config = folder / "unet" / "config.json"
+    manifest.write(
+        folder, manifest.Manifest("model", {"unet/config.json": manifest.FileRecord.of(config)})
+    )
+    written = config.read_text()
+    config.write_text(f"{written} ")
+    with pytest.raises(UserError, match="is not what concept_eraser wrote"):
+        dry_run.load(job, two_steps=False)
+    (folder / manifest.MARK).unlink()
+    config.write_text(written)
 
     weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)

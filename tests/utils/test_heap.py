@@ -46,13 +46,16 @@ def test_narrower_weights_free_memory() -> None:
 
 
 def test_a_threshold_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
     calls: list[tuple[int, int]] = []
     monkeypatch.setattr(heap, "_mallopt", lambda: lambda *pair: calls.append(pair))
     with heap.own_pages():
         assert len(calls) == 1
     assert len(calls) == 3
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    with heap.own_pages():
-        pass
-    assert len(calls) == 3
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.setenv(name, "65536")
+        with heap.own_pages():
+            pass
+        assert len(calls) == 3
+        monkeypatch.delenv(name)
