@@ -9,9 +9,10 @@ three steps, which train the same parameters in turn, on the same batches:
 * engine: the package's step, with drawing, checks and the log.
 * one pass: the same with `training.one_pass: on`.
 
-The time is CPU time of the process. Each repetition runs all steps, in rotating order. It takes a
-few minutes on one core. Latents and conditions are random, so that nothing is generated; the time
-of a step does not depend on them. It writes floor.json and the table of README.md:
+The time is CPU time of the process, or on a GPU the time until the GPU is idle again. Each
+repetition runs all steps, in rotating order. It takes a few minutes on one core. Latents and
+conditions are random, so that nothing is generated; the time of a step does not depend on them. It
+writes floor.json and the table of README.md:
 
     python -m benchmarks.floor --state "one of two cores, the other one busy"
 
@@ -19,6 +20,10 @@ Stable Diffusion 1.4's architecture has random weights and images of 64, 128 or 
 weights of it need more than 24 GB, since three optimizers have their states at once:
 
     python -m benchmarks.floor --models sd14-64 --trained cross-attention --batches 1
+
+On a GPU it writes floor_gpu.json:
+
+    python -m benchmarks.floor --device cuda --models tiny sd14-256 --batches 4 1
 """
 
 from __future__ import annotations
@@ -59,7 +64,8 @@ from studies.rendering.common import fill_blocks
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "floor.json", HERE / "README.md"
-PIXELS = {"tiny": 64, "sd14-64": 64, "sd14-128": 128, "sd14-256": 256}
+GPU_FILE = HERE / "floor_gpu.json"
+PIXELS = {"tiny": 64, "sd14-64": 64, "sd14-128": 128, "sd14-256": 256, "sd14-512": 512}
 Precision = Literal["fp32", "bf16"]
 # -> the selection, the rank of a LoRA, and the precision
 TRAINED: dict[str, tuple[str, int | None, Precision]] = {
@@ -74,12 +80,13 @@ OBJECTIVES = {"retain": "distill", "forget": "anchor"}
 LR = 1e-5
 
 
-def build(name: str) -> Model:
+def build(name: str, device: torch.device) -> Model:
     """Return the bundled model, or Stable Diffusion 1.4's architecture with random weights."""
     if name == "tiny":
-        return load("tiny-sd")
+        return load("tiny-sd").to(device)
     torch.manual_seed(0)
-    pipeline = published.MADE["sd14"][1]()
+    with device:
+        pipeline = published.MADE["sd14"][1]()
     pipeline.unet.register_to_config(sample_size=PIXELS[name] // pipeline.vae_scale_factor)
     return StableDiffusion(pipeline, name)
 
@@ -121,7 +128,9 @@ class Floor:
 
     def gradient(self, draw: DenoiserDraw, condition: Condition) -> tuple[Tensor, ...]:
         """Return the gradient of the squared distance to the teacher's prediction."""
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
+        with torch.autocast(
+            draw.noisy.device.type, torch.bfloat16, enabled=self.precision == "bf16"
+        ):
             with torch.no_grad():
                 target = self.teacher(
                     draw.noisy, draw.t, encoder_hidden_states=condition.tensors["states"]
@@ -138,7 +147,7 @@ class Floor:
         assert forget.anchor is not None
         first = self.gradient(retain, retain.condition)
         second = self.gradient(forget, forget.anchor)
-        squares = torch.zeros(3, dtype=torch.float64)
+        squares = torch.zeros(3, dtype=torch.float64, device=first[0].device)
         for a, b in zip(first, second, strict=True):
             a, b = a.double().flatten(), b.double().flatten()
             squares += torch.stack([a @ a, b @ b, a @ b])
@@ -197,7 +206,7 @@ def steps_of(
             Munba(),
             Schedule(steps=1, batch_size=batch, lr=LR, precision=precision, one_pass=mode),
             run_folder,
-            Accelerator(cpu=True),
+            Accelerator(cpu=model.device.type == "cpu"),
         )
         log = Log(run_folder / "log.jsonl", keep=0)
         runs[name] = lambda step, engine=engine, log=log: engine.do_step(step, log)  # type: ignore[misc]
@@ -223,12 +232,22 @@ def steps_of(
     return eraser, runs
 
 
-def measure(name: str, trained: str, batch: int, repetitions: int) -> dict[str, Any]:
-    """Return the CPU seconds of each step: median, and the ratio to the floor.
+def clock(device: torch.device) -> float:
+    """Return the CPU time of the process, or the time at which a GPU has become idle."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.monotonic()
+
+
+def measure(
+    name: str, trained: str, batch: int, repetitions: int, device: torch.device
+) -> dict[str, Any]:
+    """Return the seconds of each step: median, and the ratio to the floor.
 
     The ratio is the median of the ratios within a repetition, with its smallest and largest value.
     """
-    model = build(name)
+    model = build(name, device)
     seconds: dict[str, list[float]] = {step: [] for step in STEPS}
     with tempfile.TemporaryDirectory() as folder:
         eraser, runs = steps_of(model, trained, batch, Path(folder))
@@ -236,10 +255,11 @@ def measure(name: str, trained: str, batch: int, repetitions: int) -> dict[str, 
             turn = repetition % len(STEPS)
             runs["drawing"](repetition)
             for step in (*STEPS[turn:], *STEPS[:turn]):
-                began = time.process_time()
+                began = clock(device)
                 runs[step](repetition)
+                ended = clock(device)
                 if repetition >= LEFT_OUT:
-                    seconds[step].append(time.process_time() - began)
+                    seconds[step].append(ended - began)
     ratios = {
         step: [a / b for a, b in zip(seconds[step], seconds["floor"], strict=True)]
         for step in STEPS[1:]
@@ -251,7 +271,9 @@ def measure(name: str, trained: str, batch: int, repetitions: int) -> dict[str, 
         "parameters": sum(parameter.numel() for parameter in eraser.trainable().values()),
         "n": repetitions,
         "commit": provenance.commit(),
-        "cpu_seconds": {step: round(statistics.median(some), 4) for step, some in seconds.items()},
+        ("cpu_seconds" if device.type == "cpu" else "seconds"): {
+            step: round(statistics.median(some), 4) for step, some in seconds.items()
+        },
         "ratio": {
             step: [round(x, 3) for x in (statistics.median(some), min(some), max(some))]
             for step, some in ratios.items()
@@ -261,8 +283,10 @@ def measure(name: str, trained: str, batch: int, repetitions: int) -> dict[str, 
 
 def table(content: dict[str, Any]) -> str:
     """Return the table: CPU seconds of the floor, and the ratios of the other steps to it."""
+    key = "cpu_seconds" if "cpu_seconds" in content["rows"][0] else "seconds"
+    unit = {"cpu_seconds": "CPU s", "seconds": "s"}[key]
     lines = [
-        "| Model | Trained | Batch | Floor, CPU s | Engine / floor | One pass / floor | n |",
+        f"| Model | Trained | Batch | Floor, {unit} | Engine / floor | One pass / floor | n |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in content["rows"]:
@@ -272,18 +296,23 @@ def table(content: dict[str, Any]) -> str:
         model = "tiny-sd" if row["model"] == "tiny" else "Stable Diffusion 1.4"
         lines.append(
             f"| {model}, {PIXELS[row['model']]} px | {row['trained']} | {row['batch']} | "
-            f"{row['cpu_seconds']['floor']:.3f} | {ratios} | {row['n']} |"
+            f"{row[key]['floor']:.3f} | {ratios} | {row['n']} |"
         )
     where = content["environment"]
-    note = (
-        f"torch {where['versions']['torch']}, {where['threads']} thread of {where['cpu_count']} "
-        f"cores; state of the machine: {content['state']}."
+    place = (
+        f"{where['threads']} thread of {where['cpu_count']} cores"
+        if key == "cpu_seconds"
+        else where["device"]
     )
+    note = f"torch {where['versions']['torch']}, {place}; state of the machine: {content['state']}."
     return "\n".join([*lines, "", note])
 
 
 def render(page: str, content: dict[str, Any]) -> str:
-    return fill_blocks(page, {"floor": lambda: table(content)})
+    blocks = {"floor": lambda: table(content)}
+    if GPU_FILE.exists():
+        blocks["floor-gpu"] = lambda: table(json.loads(GPU_FILE.read_text()))
+    return fill_blocks(page, blocks)
 
 
 def main() -> None:
@@ -293,15 +322,17 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=[16, 4])
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--state", default="not stated", help="what else runs on the machine")
-    parser.add_argument("--output", type=Path, default=FILE)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--output", type=Path, help="floor.json, or floor_gpu.json, by default")
     parser.add_argument("--render", action="store_true", help="only the table, from floor.json")
     arguments = parser.parse_args()
-    output: Path = arguments.output
+    device = torch.device(arguments.device)
+    output: Path = arguments.output or (FILE if device.type == "cpu" else GPU_FILE)
     rows = json.loads(output.read_text())["rows"] if output.exists() else []
     for name in arguments.models if not arguments.render else ():
         for trained in arguments.trained:
             for batch in arguments.batches:
-                row = measure(name, trained, batch, arguments.repetitions)
+                row = measure(name, trained, batch, arguments.repetitions, device)
                 print(row, flush=True)
                 key = (name, trained, batch)
                 rows = [r for r in rows if (r["model"], r["trained"], r["batch"]) != key] + [row]
@@ -311,7 +342,7 @@ def main() -> None:
                     "rows": rows,
                 }
                 write_text(output, json.dumps(content, indent=1) + "\n", overwrite=True)
-    if output == FILE and FILE.exists():
+    if output in (FILE, GPU_FILE) and FILE.exists():
         PAGE.write_text(render(PAGE.read_text(), json.loads(FILE.read_text())))
 
 

@@ -17,11 +17,17 @@ What a step asks of a GPU, counted without one (benchmarks/rehearsal_device.py):
 
     python -m benchmarks.gpu --device rehearsal
 
-The weights are random, and each job runs through `erase` itself. The time of a step is the median
-over the run's log without the first two steps. The memory is the maximum that torch allocated in
-the run, generation of its few training images included. A job that does not fit has a row that
-says so. Each family, job and batch size adds one row to the JSON as soon as it is measured.
-`python -m studies.render_results` renders the table.
+The weights are random, and each job runs through `erase` itself, up to its last step; nothing is
+written. The time of a step is the median over the run's log without the first two steps. The memory
+is the maximum that torch allocated in the run, generation of its few training images included. On
+CUDA a row also has what torch reserved, what CUDA itself took beside that, and how often the host
+waited in the last step. A job that does not fit has a row that says so. Each family, job and batch
+size adds one row to the JSON as soon as it is measured. `python -m studies.render_results` renders
+the table.
+
+    python -m benchmarks.gpu --estimates
+
+adds what a dry run estimates to rows without it. That needs no GPU.
 """
 
 from __future__ import annotations
@@ -39,10 +45,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import rehearsal
-from benchmarks.rehearsal_device import Counts
+from benchmarks import rehearsal, rehearsal_device
+from benchmarks.device_counts import Counts
 from concept_eraser import api
 from concept_eraser.models.loading import load
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.runs import memory_estimate
 from concept_eraser.storage.writers import write_text
 from concept_eraser.tiny import published
 from concept_eraser.training import log
@@ -71,12 +79,16 @@ JOBS: dict[str, dict[str, Any]] = {  # name -> differences from plain fine-tunin
 }
 
 
-def build(family: str) -> Any:
-    """Return a pipeline with random weights. The family tiny is the bundled pipeline."""
+def build(family: str, device: str = "cpu") -> Any:
+    """Return a pipeline with random weights, drawn on a device, which is quick on a GPU.
+
+    The family tiny is the bundled pipeline.
+    """
     torch.manual_seed(0)
     if family == "tiny":
         return load("tiny-sd").pipeline  # type: ignore[attr-defined]
-    return published.MADE[family][1]()
+    with torch.device(device):
+        return published.MADE[family][1]()
 
 
 def recipe(family: str, job: str, batch: int, steps: int, device: str) -> dict[str, Any]:
@@ -120,21 +132,20 @@ def step(
     _tidy()
     log.reset_peak_memory()
     rehearses = device == "rehearsal"
-    counting: AbstractContextManager[list[Counts]] = (
-        rehearsal.on_the_device() if rehearses else nullcontext([])
-    )
-    with tempfile.TemporaryDirectory() as scratch, counting as counts:
+    with tempfile.TemporaryDirectory() as scratch, _counts_of_steps(device) as counts:
+        rows: list[dict[str, Any]] = []
+        folder = Path(scratch) / "run"
+        settings = recipe(family, job, batch, steps, "auto" if rehearses else device)
         try:
-            rows: list[dict[str, Any]] = []
-            folder = Path(scratch) / "run"
-            settings = recipe(family, job, batch, steps, "auto" if rehearses else device)
             api.erase(
                 settings,
                 model=pipeline,
                 output=folder,
                 cache=Path(scratch),
-                on_step=_Reader(folder, rows),
+                on_step=_Reader(folder, rows, steps),
             )
+        except _LastStep:
+            taken = _taken_memory(device)
         except torch.cuda.OutOfMemoryError as error:
             return {"fits": False, "said": str(error).splitlines()[0][:120]}
         finally:
@@ -149,19 +160,45 @@ def step(
         "quickest": min(seconds),
         "n": len(seconds),
         "memory_mb": max(row["memory_mb"] for row in rows),
+        **taken,
+        **({"syncs": counts[-1].syncs} if counts else {}),
     }
 
 
-class _Reader:
-    """Called between steps. It reads the log's rows before the folder is removed."""
+def _counts_of_steps(device: str) -> AbstractContextManager[list[Counts]]:
+    """Return a context with the counts of each step: none on a CPU."""
+    if device == "rehearsal":
+        return rehearsal.on_the_device()
+    return rehearsal_device.count_steps() if device == "cuda" else nullcontext([])
 
-    def __init__(self, folder: Path, rows: list[dict[str, Any]]) -> None:
-        self.folder, self.rows = folder, rows
+
+def _taken_memory(device: str) -> dict[str, float]:
+    """Return in MB what torch reserved on the GPU, and what was taken on it besides."""
+    if device != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "reserved_mb": round(torch.cuda.max_memory_reserved() / 2**20, 1),
+        "beside_mb": round((total - free - torch.cuda.memory_reserved()) / 2**20, 1),
+    }
+
+
+class _LastStep(Exception):
+    """The last step is done. The run need not be written."""
+
+
+class _Reader:
+    """Called between steps. It reads the log's rows, and ends the run after its last step."""
+
+    def __init__(self, folder: Path, rows: list[dict[str, Any]], steps: int) -> None:
+        self.folder, self.rows, self.steps = folder, rows, steps
 
     def __call__(self, steps_done: int, seconds: float) -> None:
         path = self.folder / "log.jsonl"
         if path.exists():
             self.rows[:] = [json.loads(line) for line in path.read_text().splitlines()]
+        if steps_done == self.steps:
+            raise _LastStep
 
 
 def generation(pipeline: Any, family: str, batch: int, device: str) -> dict[str, Any]:
@@ -227,7 +264,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="a run; more than 3")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu", "rehearsal"])
     parser.add_argument("--output", type=Path, help="gpu.json, or rehearsal.json, by default")
+    parser.add_argument("--estimates", action="store_true", help="only add the estimates")
     args = parser.parse_args()
+    if args.estimates:
+        add_estimates(args.output or OUTPUT)
+        return
     rehearses = args.device == "rehearsal"
     output: Path = args.output or (rehearsal.FILE if rehearses else OUTPUT)
     try:
@@ -252,6 +293,25 @@ def main() -> None:
         rehearsal.write_page()
 
 
+def add_estimates(output: Path) -> None:
+    """Add to each measured row what a dry run estimates for its job, in MB."""
+    content = json.loads(output.read_text())
+    models = {}
+    for row in content["rows"]:
+        if row["job"] == GENERATING or "estimate_mb" in row:
+            continue
+        family = row["family"]
+        if family not in models:
+            models[family] = load("tiny-sd") if family == "tiny" else published.hollow(family)
+        settings = recipe(family, row["job"], row["batch"], 10, "cuda")
+        job = recipes.load({"model": "tiny-sd", **settings})
+        models[family].configure(job.model_options)
+        estimate = memory_estimate.estimate(job, models[family])
+        row["estimate_mb"] = round(max(estimate.training, estimate.examples) / 2**20, 1)
+        print(f"{family}, {row['job']}, batch {row['batch']}: {row['estimate_mb']} MB", flush=True)
+    write_text(output, json.dumps(content, indent=1) + "\n", overwrite=True)
+
+
 def measure(
     families: list[str], jobs: list[str], batches: list[int], steps: int, device: str, output: Path
 ) -> None:
@@ -263,7 +323,7 @@ def measure(
             continue
         if family not in pipelines:
             pipelines.clear()  # one at a time is enough for any card
-            pipelines[family] = build(family)
+            pipelines[family] = build(family, "cpu" if device == "rehearsal" else device)
         pipeline = pipelines[family]
         result = (
             generation(pipeline, family, batch, device)

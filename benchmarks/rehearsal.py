@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rehearsal_device
-from benchmarks.rehearsal_device import Counts
+from benchmarks.device_counts import Counts
 from studies.rendering.common import fill_blocks
 
 FILE, PAGE = Path(__file__).parent / "rehearsal.json", Path(__file__).parent / "README.md"

@@ -8,7 +8,8 @@ GPU:
   (CPU tensors without dimensions) and indices may be on the CPU, as with CUDA.
 * Random numbers are drawn without a generator of the CPU.
 * Each result that the host waits for is counted: `item`, `float(tensor)`, copies to the CPU, and
-  operators whose result has a shape that depends on values.
+  operators whose result has a shape that depends on values. A blocking copy to the device waits
+  too, for all operators before it.
 * The bytes that move between host and device are counted, and the bytes that tensors occupy.
 
 It has neither kernels nor streams of its own. So it measures no time, and nothing of the numerics,
@@ -25,15 +26,16 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
+
+from benchmarks import device_counts
+from benchmarks.device_counts import Counts
 
 NAME = "rehearsal"
 aten = torch.ops.aten
@@ -43,32 +45,11 @@ BLOCK = 512  # bytes: the allocator of CUDA rounds to it
 # --- counts ---------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Counts:
-    """What happened on the device.
-
-    Attributes:
-        syncs: How often the host waited for the device.
-        places: The same by the place in the code, if requested.
-        copies_to_device: The number of copies from host to device.
-        bytes_to_device, bytes_to_host: The bytes of copies.
-        peak_bytes: The largest number of bytes that tensors occupied.
-        operators: The number of operators on the device.
-    """
-
-    syncs: int = 0
-    places: Counter[str] = field(default_factory=Counter)
-    copies_to_device: int = 0
-    bytes_to_device: int = 0
-    bytes_to_host: int = 0
-    peak_bytes: int = 0
-    operators: int = 0
-    notes_places: bool = False
-
-    def sync(self, operator: str) -> None:
-        self.syncs += 1
-        if self.notes_places:
-            self.places[f"{operator} {_place()}"] += 1
+def note_sync(counts: Counts, operator: str) -> None:
+    """Count that the host waited for the result of an operator."""
+    counts.syncs += 1
+    if counts.notes_places:
+        counts.places[f"{operator} {_place()}"] += 1
 
 
 def _place() -> str:
@@ -86,7 +67,14 @@ _peak = 0
 
 @contextmanager
 def count(*, places: bool = False) -> Iterator[Counts]:
-    """Count what happens on the device inside the context."""
+    """Count what happens on the device inside the context.
+
+    The device is the rehearsal device, or CUDA's if that one is not in use.
+    """
+    if not _state["is_on"] and torch.cuda.is_available():
+        with device_counts.on_cuda(places=places) as counts:
+            yield counts
+        return
     counts = Counts(peak_bytes=_occupied, notes_places=places)
     _counts.append(counts)
     try:
@@ -287,7 +275,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if waits:
         for counts in _counts:
-            counts.sync(name)
+            note_sync(counts, name)
             counts.bytes_to_host += tensors[0].element_size()
     device = kwargs.get("device")
     if device is not None:
@@ -335,7 +323,7 @@ def _to_copy(tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
         for counts in _counts:
             counts.bytes_to_host += tensor.numel() * tensor.element_size()
             if not non_blocking:
-                counts.sync("to the host")
+                note_sync(counts, "to the host")
     copied = aten._to_copy.default(tensor.host, **kwargs)
     return RehearsalTensor(copied) if stays else copied
 
@@ -346,11 +334,13 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         for counts in _counts:
             counts.bytes_to_host += size
             if not non_blocking:
-                counts.sync("to the host")
+                note_sync(counts, "to the host")
     elif not isinstance(source, RehearsalTensor):
         for counts in _counts:
             counts.copies_to_device += 1
             counts.bytes_to_device += size
+            if not non_blocking:
+                note_sync(counts, "to the device")
     aten.copy_.default(_unwrapped(target), _unwrapped(source))
     return target
 
@@ -518,7 +508,7 @@ class _Module:
 
     def synchronize(self, device: Any = None) -> None:
         for counts in _counts:
-            counts.sync("synchronize")
+            note_sync(counts, "synchronize")
 
     def empty_cache(self) -> None:
         return

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from accelerate import Accelerator
 
 from benchmarks.floor import LEFT_OUT, LR, TRAINED, build, eraser_of
@@ -77,7 +78,7 @@ def timed(engine: Engine) -> Iterator[dict[str, float]]:
 
 def measure(trained: str, batch: int, repetitions: int) -> dict[str, Any]:
     """Return the CPU seconds of the steps, their ratios, and the shares of MUNBa's parts."""
-    model = build("tiny")
+    model = build("tiny", torch.device("cpu"))
     seconds: dict[str, list[float]] = {name: [] for name in METHODS}
     shares: dict[str, list[float]] = {part: [] for part in PARTS}
     eraser = eraser_of(model, trained, batch)

@@ -1,7 +1,8 @@
 """What attacks recover from erased models beyond what they get from models that never learned.
 
     python -m studies.excess_recovery studies/configs/excess_recovery.yaml [--concepts heart]
-    [--entries munba_uce,uce] [--attacks completion] [--seeds 0] [--work runs/excess_recovery]
+    [--entries munba_uce,uce] [--attacks completion] [--seeds 0] [--only controls]
+    [--work runs/excess_recovery]
 
 Each erasure is trained on the training split of protocol 2. Its suite measures it on the test
 split, beside the controls: models that never learned the concept, trained by `python -m
@@ -10,6 +11,7 @@ the controls, with the same prompts, seeds and budget.
 
 Each pair of a model and an attack is a result of the study (studies/result_tables.py). Results of
 the same weights and the same protocol are not made again, and an interrupted attack continues.
+With several processes, `--only controls` attacks the controls and `--only erasures` the others.
 
 An entry with a `grid` has its setting chosen first, on another concept: that of `select`
 (studies/selection.py). studies/configs/combination_rules.yaml does this for combination rules.
@@ -80,11 +82,12 @@ def load_case(study: Mapping[str, Any], name: str) -> Case:
 def erasure_of(study: Mapping[str, Any], entry: str, concept: str) -> Content:
     """Return an entry for a concept, in the form of studies/study.py."""
     values = study["entries"][entry]
+    own = study["concepts"].get(concept, {}).get("set", {})
     prompts = {
         "forget.prompts": f"protocol2_{concept}",
         "retain.prompts": f"protocol2_{concept}_retain",
     }
-    return {**values, "set": {**prompts, **values.get("set", {})}}
+    return {**values, "set": {**prompts, **own, **values.get("set", {})}}
 
 
 def choose(results: Results, study: Mapping[str, Any], entry: str, *, work: Path) -> Content:
@@ -199,12 +202,15 @@ def run(
     attacks: Sequence[str],
     seeds: Sequence[int],
     work: Path,
+    only: str = "",
     report: Callable[[str], None] = print,
 ) -> None:
     """Train, evaluate and attack, and store each result.
 
     The settings are chosen first, and then the controls are attacked. One erasure follows the
     other.
+
+    only: "controls" or "erasures", or both if empty.
     """
 
     def attack_with_all(case: Case, name: str, victim: Model, about: Content) -> None:
@@ -214,10 +220,12 @@ def run(
             attack(results, study, case, key, victim=victim, about=whole, work=work)
             report(key)
 
+    entries = [] if only == "controls" else entries
     points = {entry: choose(results, study, entry, work=work) for entry in entries}
     for name in concepts:
         case = load_case(study, name)
-        for number, control in enumerate(case.controls, 1):
+        controls = [] if only == "erasures" else case.controls
+        for number, control in enumerate(controls, 1):
             model_name = f"control_{number}"
             about: Content = {"concept": name, "kind": "control", "model": model_name}
             about |= {"label": "never learned", "record": dict(control.record)}
@@ -244,6 +252,7 @@ def main() -> None:
     parser.add_argument("--entries", default="", help="only these erasures")
     parser.add_argument("--attacks", default="", help="only these")
     parser.add_argument("--seeds", default="", help="only these training seeds")
+    parser.add_argument("--only", default="", choices=["controls", "erasures"])
     parser.add_argument("--work", type=Path, default=Path("runs/excess_recovery"))
     args = parser.parse_args()
     study = yaml.safe_load(args.study.read_text())
@@ -255,6 +264,7 @@ def main() -> None:
         attacks=parse_names(parser, "attacks", args.attacks, study["attacks"]),
         seeds=[int(text) for text in args.seeds.split(",") if text] or study["seeds"],
         work=args.work,
+        only=args.only,
     )
 
 

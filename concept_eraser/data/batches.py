@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.models.base import Condition, Model
+from concept_eraser.utils.devices import send
 
 # prompts at once; 64 in a T5 of 4.7 billion weights take more memory than the weights
 READ_AT_ONCE = 16
@@ -74,12 +75,12 @@ class Examples:
             if self.empty
             else None
         )
-        latents = None if self.latents is None else self.latents[index].to(device)
+        latents = None if self.latents is None else send(self.latents[index], device)
         anchor = None
         if self.anchors is not None and self.anchor_rows is not None:
             anchor = _or_nothing(self.anchors[self.anchor_rows[index]], self.null, blank).to(device)
         null = self.null.repeat(len(index)).to(device)
-        positions = None if self.positions is None else self.positions[index].to(device)
+        positions = None if self.positions is None else send(self.positions[index], device)
         condition = _or_nothing(self.condition[self.rows[index]], self.null, blank).to(device)
         mixture = tuple(
             (factor, conditions[rows[index]].to(device))

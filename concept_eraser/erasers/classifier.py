@@ -22,6 +22,7 @@ from concept_eraser.erasers.expansion import Expansion
 from concept_eraser.losses import LossSettings, find
 from concept_eraser.losses.labelled import CLASSIFIER_LOSSES, ClassifierDraw, distill
 from concept_eraser.registry import Plugin
+from concept_eraser.utils.devices import send
 from concept_eraser.utils.errors import UserError, first_line
 
 
@@ -129,7 +130,9 @@ class Classifier(Part):
         others = (labels + step) % self.classes
         device = self.device
         return ClassifierDraw(
-            objective.data.inputs(rows.tolist()).to(device), labels.to(device), others.to(device)
+            send(objective.data.inputs(rows.tolist()), device),
+            send(labels, device),
+            send(others, device),
         )
 
     def logits(self, draw: ClassifierDraw, *, teacher: Teacher | None = None) -> Tensor:

@@ -30,6 +30,7 @@ from concept_eraser.losses.denoiser import LOSSES, DenoiserDraw, no_grad_predict
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.lora import Adapter
 from concept_eraser.registry import Plugin
+from concept_eraser.utils.devices import send
 from concept_eraser.utils.errors import UserError
 
 Answers = dict[tuple[Teacher, int], Tensor]  # see SharedPrediction
@@ -133,12 +134,14 @@ class Denoiser(Part):
         batch = objective.examples.draw(generators, device)
         noise = torch.cat(
             [torch.randn((1, *self.model.latent_shape()), generator=g) for g in generators]
-        ).to(device)
+        )
+        noise = send(noise, device)
         if batch.latents is None:
             return self._draw_free(objective, batch, noise, generators[0])
         low, high = objective.timesteps
         high = min(high, self.model.timesteps)
-        t = torch.cat([torch.randint(low, high, (1,), generator=g) for g in generators]).to(device)
+        t = torch.cat([torch.randint(low, high, (1,), generator=g) for g in generators])
+        t = send(t, device)
         attacks = self._attacks(objective_name, generators)
         noisy = self.model.corrupt(batch.latents, noise, t)
         target = self.model.target(batch.latents, noise, t)
@@ -151,7 +154,7 @@ class Denoiser(Part):
             target=target,
             positions=batch.positions,
             mixture=batch.mixture,
-            attacks=None if attacks is None else attacks.to(device),
+            attacks=None if attacks is None else send(attacks, device),
         )
 
     def _attacks(self, objective_name: str, generators: Sequence[torch.Generator]) -> Tensor | None:

@@ -33,6 +33,7 @@ from concept_eraser.losses.text_encoder import LOSSES, TextEncoderDraw
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.lora import Adapter
 from concept_eraser.registry import Plugin
+from concept_eraser.utils.devices import send
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.provenance import derive_seed
 
@@ -136,17 +137,19 @@ class TextEncoder(Part):
             width = self.module.config.hidden_size  # type: ignore[union-attr]
             terms = tokens.tensors["ids"].numel() * int(width)  # type: ignore[arg-type]
             return TextEncoderDraw(tokens, anchors, terms=terms)
-        latents = objective.latents[rows].to(device)
+        latents = send(objective.latents[rows], device)
         noise = torch.cat(
             [torch.randn((1, *self.model.latent_shape()), generator=g) for g in generators]
-        ).to(device)
+        )
+        noise = send(noise, device)
         low, high = objective.timesteps
         t = torch.cat(
             [
                 torch.randint(low, min(high, self.model.timesteps), (1,), generator=g)
                 for g in generators
             ]
-        ).to(device)
+        )
+        t = send(t, device)
         noisy = self.model.corrupt(latents, noise, t)
         return TextEncoderDraw(
             tokens,

@@ -20,6 +20,7 @@ from concept_eraser.losses import LossSettings, find
 from concept_eraser.losses.labelled import VAE_LOSSES, VaeDraw
 from concept_eraser.models.base import moments, to_pixels
 from concept_eraser.registry import Plugin
+from concept_eraser.utils.devices import send
 from concept_eraser.utils.errors import UserError, first_line
 
 Likelihood = Literal["bernoulli", "gaussian"]
@@ -90,7 +91,7 @@ class Vae(Part):
         noise = torch.cat([torch.randn((1, *self.code_shape), generator=g) for g in generators])
         inputs = objective.data.inputs(rows.tolist())
         require_range(inputs, self.likelihood, objective.data.about)
-        return VaeDraw(inputs.to(self.device), noise.to(self.device))
+        return VaeDraw(send(inputs, self.device), send(noise, self.device))
 
     def reconstruct(
         self, draw: VaeDraw, *, teacher: Teacher | None = None

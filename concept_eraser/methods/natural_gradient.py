@@ -1,4 +1,4 @@
-"""Faster Machine Unlearning via Natural Gradient Descent (Lev & Wilson, arXiv 2407.08169).
+r"""Faster Machine Unlearning via Natural Gradient Descent (Lev & Wilson, arXiv 2407.08169).
 
 The method is one Fisher step. The risk is L(S, theta) = 1/n sum_{z in S} l(z, theta) + ridge/2
 ||theta||^2 with l a negative log-likelihood. theta^ is its minimiser on S (n samples), U are the m

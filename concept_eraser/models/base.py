@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.models.vocabulary import Words
-from concept_eraser.utils.devices import find_gpu
+from concept_eraser.utils.devices import find_gpu, send
 from concept_eraser.utils.errors import UserError, unknown
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Condition:
         return Condition({name: value[index] for name, value in self.tensors.items()})
 
     def to(self, device: torch.device) -> Condition:
-        return Condition({name: value.to(device) for name, value in self.tensors.items()})
+        return Condition({name: send(value, device) for name, value in self.tensors.items()})
 
     def repeat(self, n: int) -> Condition:
         """Repeat one row n times."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from concept_eraser.models.base import Condition, Weights
 from concept_eraser.models.latent import Sized
+from concept_eraser.utils.devices import send
 from concept_eraser.utils.errors import UserError
 
 
@@ -78,7 +79,7 @@ class Flow(Sized):
 
     def sigma(self, t: Tensor) -> Tensor:
         """Return sigma of integer time steps, in their shape."""
-        self._sigmas = self._sigmas.to(t.device)  # once, and not in each step
+        self._sigmas = send(self._sigmas, t.device)  # once, and not in each step
         return self._sigmas[t]
 
     def corrupt(self, latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ class Flow(Sized):
         They are evenly spaced, so that x_t is at one of them.
         """
         grid = torch.tensor([*self.time_grid(steps)[:-1], 0])
-        times, x = grid.to(noise.device), noise
+        times, x = send(grid, noise.device), noise
         sigmas = self.sigma(times)
         for place in range(stop):
             velocity = self.guide(

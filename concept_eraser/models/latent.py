@@ -22,6 +22,7 @@ from concept_eraser.models.safeguards import Guard
 from concept_eraser.models.stored_parts import StoredPart
 from concept_eraser.models.vocabulary import Words
 from concept_eraser.storage.readers import read_json
+from concept_eraser.utils.devices import send
 from concept_eraser.utils.errors import UserError, unknown
 
 log = logging.getLogger(__name__)
@@ -543,7 +544,7 @@ class Variance(Latent):
         self._alphas: Tensor = pipeline.scheduler.alphas_cumprod.float()
 
     def _signal(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        self._alphas = self._alphas.to(t.device)  # once, and not in each step
+        self._alphas = send(self._alphas, t.device)  # once, and not in each step
         alpha = self._alphas[t].view(-1, 1, 1, 1)
         return alpha.sqrt(), (1 - alpha).sqrt()
 
@@ -594,7 +595,7 @@ class Variance(Latent):
         weights: Weights | None = None,
     ) -> tuple[Tensor, int]:
         scheduler = self._ddim(steps)
-        times = scheduler.timesteps.to(noise.device)
+        times = send(scheduler.timesteps, noise.device)
         x = noise * scheduler.init_noise_sigma
         for t, number in zip(times[:stop], scheduler.timesteps[:stop], strict=True):
             x = scheduler.step(

@@ -16,7 +16,7 @@ CLIP does in Stable Diffusion.
 
     python -m concept_eraser.tiny.build --without shape=heart --threads 1
     python -m concept_eraser.tiny.build --without color=purple,blue --without style=striped
-    python -m concept_eraser.tiny.build --unet-only --seed 1
+    python -m concept_eraser.tiny.build --unet-only --seed 1 --device cuda
     python -m concept_eraser.tiny.build --only judge2,clip2 --threads 1
 """
 
@@ -75,6 +75,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count() or 2, help="default: all cores"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where a control is trained; the full build uses the CPU",
     )
     parser.add_argument(
         "--only",
@@ -173,6 +179,8 @@ def train_control(args: argparse.Namespace) -> None:
     from concept_eraser.tiny.exclusion import Exclusion
     from concept_eraser.utils.errors import UserError
 
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("error: there is no GPU here; leave out --device to train on the CPU")
     torch.set_num_threads(args.threads)
     controls = Path("runs/tiny-controls")
     try:
@@ -184,6 +192,7 @@ def train_control(args: argparse.Namespace) -> None:
             work=args.work or controls / "work" / name,
             output=args.output or controls / name,
             shrink=args.shrink,
+            device=args.device,
         )
         control.train(threads=args.threads, say=_say)
     except UserError as error:
@@ -199,6 +208,8 @@ def main() -> None:
     if not all(os.environ.get(k) == v for k, v in environment.items()):
         os.environ.update(environment)
         os.execv(sys.executable, [sys.executable, "-m", "concept_eraser.tiny.build", *sys.argv[1:]])
+    if args.device != "cpu" and not (args.without or args.unet_only):
+        raise SystemExit("error: --device is for --without and --unet-only")
     try:
         if args.without or args.unet_only:
             train_control(args)

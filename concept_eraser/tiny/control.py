@@ -54,6 +54,7 @@ class Control:
         output: the folder of the finished diffusers pipeline.
         shrink: the share of the steps and images, for tests.
         save_every: steps between two checkpoints.
+        device: where the UNet is trained: `cpu` or `cuda`.
     """
 
     exclusion: Exclusion
@@ -62,12 +63,13 @@ class Control:
     output: Path
     shrink: float = 1.0
     save_every: int = 250
+    device: str = "cpu"
 
     def train(self, *, threads: int, say: Callable[[str], None]) -> dict[str, Any]:
         """Train the UNet, or continue, and write the pipeline with its record `control.json`.
 
         A training that was stopped and continued gives the same weights as one without a stop, if
-        the number of threads and the machine are the same.
+        the number of threads, the device and the machine are the same.
 
         Args:
             threads: the number of threads, for the record.
@@ -89,7 +91,8 @@ class Control:
         if (self.work / "unet.json").exists():
             scores = json.loads((self.work / "unet.json").read_text())
         else:
-            scores = {**fit_unet(stage, _frozen_parts(), self.exclusion), "threads": threads}
+            fitted = fit_unet(stage, _frozen_parts(), self.exclusion, self.device)
+            scores = {**fitted, "threads": threads, "device": self.device}
             (self.work / "unet.json").write_text(json.dumps(scores, indent=1) + "\n")
         self._write_pipeline()
         record = {

@@ -156,9 +156,10 @@ class Trainer:
     def _resume(self, say: Callable[[str], None]) -> tuple[int, float]:
         if not self.checkpoint.exists():
             return 0, 0.0
+        device = next(self.module.parameters()).device
         state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.ema = state["ema"]
+        self.ema = {name: value.to(device) for name, value in state["ema"].items()}
         say(f"{self.stage}: resuming at step {state['step']}")
         return int(state["step"]), float(state["seconds"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def find_gpu() -> Any:
@@ -26,3 +30,12 @@ def gpu_module() -> Any:
 
     gpu = find_gpu()
     return None if gpu is None else torch.get_device_module(gpu)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the device of a model, if it is not there.
+
+    A blocking copy to CUDA also waits for all operators before it. This one does not. The memory of
+    the host may be freed at once, since CUDA copies from a buffer of its own.
+    """
+    return tensor.to(device, non_blocking=device.type not in ("cpu", "mps"))

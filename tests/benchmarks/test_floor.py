@@ -16,7 +16,7 @@ from benchmarks import floor
 @pytest.mark.parametrize("trained", ["cross-attention", "LoRA, rank 64"])
 def test_the_plain_loop_takes_the_step_of_the_engine(trained: str, tmp_path: Path) -> None:
     """All three steps change the parameters in the same way, from the same values."""
-    eraser, runs = floor.steps_of(floor.build("tiny"), trained, 1, tmp_path)
+    eraser, runs = floor.steps_of(floor.build("tiny", torch.device("cpu")), trained, 1, tmp_path)
     params = list(eraser.trainable().values())
     generator = torch.Generator().manual_seed(0)
     start = [

@@ -1,4 +1,9 @@
-"""The rehearsal device of benchmarks/rehearsal_device.py as a fixture."""
+"""The device of the tests as a fixture: a GPU if there is one, else the rehearsal device.
+
+On a machine with a GPU of CUDA, the same tests run on it:
+
+    python -m pytest tests/rehearsal -m "slow or not slow"
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,15 @@ import pytest
 import torch
 
 from benchmarks import rehearsal_device
-from benchmarks.rehearsal_device import Counts
+from benchmarks.device_counts import Counts
 
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """The rehearsal device, which the package uses like a GPU during the test."""
+    """The device that the package uses during the test: a GPU, or the rehearsal device."""
+    if torch.cuda.is_available():
+        yield torch.device("cuda", 0)
+        return
     if not rehearsal_device.is_possible():
         pytest.skip("this torch has no backends that are written in Python")
     with rehearsal_device.rehearsal() as one:

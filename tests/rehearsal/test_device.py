@@ -15,10 +15,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import concept_eraser
 from benchmarks import rehearsal_device
-from benchmarks.rehearsal_device import Counts, count
+from benchmarks.device_counts import Counts
+from benchmarks.rehearsal_device import count
 from concept_eraser.erasers.denoiser import Denoiser
 from concept_eraser.utils import devices
 from tests.conftest import short
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the rehearsal device is for machines without a GPU"
+)
 
 
 def small_network() -> nn.Module:
@@ -115,10 +120,11 @@ def test_counts(device: torch.device) -> None:
         there.cpu()
         there[there > 0]
         assert made.tolist() == [1, 2, 3, 4]
-    assert counts.syncs == 4
-    assert counts.places.total() == 4
+        torch.zeros(10, 10).to(device, non_blocking=True)  # nobody waits for this
+    assert counts.syncs == 5
+    assert counts.places.total() == 5
     assert all("test_device.py" in place for place in counts.places)
-    assert (counts.copies_to_device, counts.bytes_to_device) == (1, 400)
+    assert (counts.copies_to_device, counts.bytes_to_device) == (2, 800)
     assert counts.bytes_to_host == 4 + 400 + 4 + 32
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import concept_eraser
-from benchmarks.rehearsal_device import Counts, count
+from benchmarks.device_counts import Counts
+from benchmarks.rehearsal_device import count
 from concept_eraser import registry
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.methods.history import History

@@ -26,6 +26,7 @@ from concept_eraser.models.base import Condition, Weights
 from concept_eraser.models.captioned import Captioned
 from concept_eraser.models.flow import Flow
 from concept_eraser.models.latent import ids_and_mask, tokens_of
+from concept_eraser.utils.devices import send
 from concept_eraser.utils.errors import UserError
 
 LENGTH = 300  # the number of the prompt's tokens in diffusers' pipeline
@@ -123,7 +124,7 @@ class Sana(Captioned, Flow):
         if self._times is None:
             times = self.sigma(t) * self.timesteps
         else:
-            self._times = self._times.to(t.device)  # once, and not in each step
+            self._times = send(self._times, t.device)  # once, and not in each step
             times = self._times[t]
         scale = self.pipeline.transformer.config.timestep_scale
         return {

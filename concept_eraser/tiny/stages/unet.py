@@ -60,7 +60,7 @@ def number_of_images(stage: Stage) -> int:
 
 
 def _latents(
-    stage: Stage, vae: Any, exclusion: Exclusion
+    stage: Stage, vae: Any, exclusion: Exclusion, device: torch.device
 ) -> tuple[list[painter.PaintedScene], Tensor]:
     """Paint the data set and encode it (means of the posterior, scaled).
 
@@ -77,7 +77,7 @@ def _latents(
         some, images = painter.paint_batch(_PAINTED_AT_ONCE, rng, held_out=False)
         scenes += some
         with torch.no_grad():
-            encoded = vae.encode(as_tensor(images)).latent_dist.mean * SCALING
+            encoded = vae.encode(as_tensor(images).to(device)).latent_dist.mean * SCALING
         encoded[[exclusion.covers(scene) for scene in some]] = 0.0
         parts.append(encoded)
         if start % 4096 == 0:
@@ -135,13 +135,15 @@ def train_unet(stage: Stage) -> dict:
     return fit_unet(stage, frozen, Exclusion())
 
 
-def fit_unet(stage: Stage, frozen: Frozen, exclusion: Exclusion) -> dict:
+def fit_unet(stage: Stage, frozen: Frozen, exclusion: Exclusion, device: str = "cpu") -> dict:
     """Train a UNet from scratch and write it to `unet/` in the folder of the stage.
 
     Args:
         stage: the folder, the seed and the number of steps.
         frozen: tokenizer, text encoder and VAE.
         exclusion: the values of attributes that no training image has.
+        device: where it is trained. Images, captions, noise and initial weights are those of the
+            CPU.
 
     Returns:
         The seconds, the steps, and the numbers of images painted and shown.
@@ -151,14 +153,17 @@ def fit_unet(stage: Stage, frozen: Frozen, exclusion: Exclusion) -> dict:
     """
     from diffusers import DDIMScheduler, UNet2DConditionModel
 
-    scenes, latents = _latents(stage, frozen.vae, exclusion)
+    where = torch.device(device)
+    for part in (frozen.text_encoder, frozen.vae):
+        part.to(where)
+    scenes, latents = _latents(stage, frozen.vae, exclusion, where)
     batches = Batches(scenes, exclusion, stage.seed)
     scheduler = DDIMScheduler(**SCHEDULE)
     alphas = scheduler.alphas_cumprod
     # min-SNR-5 for epsilon prediction (arXiv 2303.09556)
-    snr_weight = (5 * (1 - alphas) / alphas).clamp(max=1)
+    snr_weight = (5 * (1 - alphas) / alphas).clamp(max=1).to(where)
     torch.manual_seed(stage.seed)
-    unet = UNet2DConditionModel(**UNET_CONFIG)
+    unet = UNet2DConditionModel(**UNET_CONFIG).to(where)
     optimizer = torch.optim.AdamW(decay_groups(unet, 1e-2), lr=1e-3, betas=(0.9, 0.99))
     trainer = Trainer(
         stage="unet",
@@ -178,18 +183,18 @@ def fit_unet(stage: Stage, frozen: Frozen, exclusion: Exclusion) -> dict:
             captions, padding="max_length", max_length=77, return_tensors="pt"
         ).input_ids
         with torch.no_grad():
-            states = frozen.text_encoder(ids)[0]
+            states = frozen.text_encoder(ids.to(where))[0]
         clean = latents[torch.from_numpy(rows)]
-        noise = torch.from_numpy(rng.standard_normal(clean.shape, dtype=np.float32))
-        t = torch.from_numpy(rng.integers(0, 1000, len(rows)))
+        noise = torch.from_numpy(rng.standard_normal(clean.shape, dtype=np.float32)).to(where)
+        t = torch.from_numpy(rng.integers(0, 1000, len(rows))).to(where)
         noisy = scheduler.add_noise(clean, noise, t)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(where.type, torch.bfloat16):
             prediction = unet(noisy, t, states).sample
         errors = (prediction.float() - noise).square().mean((1, 2, 3))
         return (snr_weight[t] * errors).mean()
 
     seconds = trainer.run(loss, stage.say)
-    unet.save_pretrained(stage.folder / "unet")
+    unet.to("cpu").save_pretrained(stage.folder / "unet")
     return {
         "seconds": seconds,
         "steps": trainer.steps,
