@@ -66,10 +66,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # they import torch, which reads the variables above
+    import torch
+
     from benchmarks import rehearsal_device
     from tests import shared_drawing, shared_tokenizers  # noqa: F401
 
-    if rehearsal_device.is_possible():
+    # with CUDA it would be in the way of the thread of that GPU
+    if rehearsal_device.is_possible() and not torch.cuda.is_available():
         rehearsal_device.register()  # only the first backward pass of a process starts its thread
     shared_tokenizers.share(is_shared=not item.nodeid.startswith("tests/demo/"))
 

@@ -69,8 +69,16 @@ from concept_eraser.methods.base import (
     usable,
 )
 from concept_eraser.methods.surgery import Surgery
-from concept_eraser.methods.vectors import Vec, combine, gramian, norm
+from concept_eraser.methods.vectors import (
+    Vec,
+    combine,
+    combine_and_free,
+    gramian,
+    norm,
+    scaled_difference,
+)
 
+Weights = Mapping[str, float]  # a sum of gradients: the weight of each objective's own gradient
 TOLERANCE = 0.02  # the largest relative error of difference products that are used
 # what `hvp: checked` decided; without a second derivative there is no check
 DIFFERENCE, EXACT, UNCHECKED, FORWARD = 0, 1, 2, 3
@@ -178,46 +186,36 @@ class Uno(Method):
 
     def direction(self, closure: Closure) -> Direction:
         self.check_objectives(closure.objectives)
-        own: dict[str, Vec] = {}  # the gradients of the objectives alone
-        retain = self._gradients(closure, "retain", own)
-        forget = (
-            tuple(map(torch.zeros_like, retain))
-            if self.rule == "none"
-            else self._gradients(closure, "forget", own)
-        )
-        gram = gramian([retain, forget])
+        retain = self._weights(closure, "retain")
+        forget = {} if self.rule == "none" else self._weights(closure, "forget")
+        own = {name: closure.grad(name) for name in {**retain, **forget}}
+        gram = _gram_of_sums(own, [retain, forget])
         notes: dict[str, float] = {
             "degenerate": int(self.rule != "none" and not bool(usable(gram).all()))
         }
         if self.rule == "surgery" or (self.alternate and closure.step % 2 == 1):
-            step = combine(Surgery("descent").weights(gram), [retain, forget])
+            step = _materialise(own, _sum(Surgery("descent").weights(gram), [retain, forget]))
+        elif self.rule == "uno" and not notes["degenerate"]:
+            slope, check = self._slope(closure, own, retain, forget, gram=gram)
+            slope_norm = float(norm(slope))
+            beta = self._beta(slope_norm, float(gram[0, 0].sqrt()))
+            vectors = [*(own[name] for name in retain), slope]
+            step = combine([*retain.values(), beta], vectors)
+            notes |= {"beta": beta, "slope_norm": slope_norm, **check}
         else:
-            step = retain
-            if self.rule == "uno" and not notes["degenerate"]:
-                slope, check = self._slope(closure, retain, forget, gram=gram, own=own)
-                beta = self._beta(slope, step)
-                step = combine([1.0, beta], [step, slope])
-                notes |= {"beta": beta, "slope_norm": float(norm(slope)), **check}
+            step = _materialise(own, retain)
         if "replace" in closure.objectives:
+            own.clear()  # one gradient less in memory during this pass
             step = combine([1.0, self._scale(closure, "replace")], [step, closure.grad("replace")])
         return Direction(step, gram, None, notes)
 
-    def _gradients(self, closure: Closure, objective: str, own: dict[str, Vec]) -> Vec:
-        """Return the objective's gradient.
+    def _weights(self, closure: Closure, objective: str) -> Weights:
+        """Return g_r or g_f as a sum of the objectives' gradients.
 
-        For the hat versions, add beta_h times the histogram's gradient.
-
-        own: The gradients of single objectives that were computed; new ones are added.
+        The hat versions add beta_h times the histogram's gradient.
         """
         weights = {objective: self._scale(closure, objective)}
-        if self.histogram:
-            weights["histogram"] = self.histogram
-        for name in weights:
-            if name not in own:
-                own[name] = closure.grad(name)
-        if list(weights.values()) == [1.0]:
-            return own[objective]
-        return combine(list(weights.values()), [own[name] for name in weights])
+        return {**weights, "histogram": self.histogram} if self.histogram else weights
 
     def _scale(self, closure: Closure, objective: str) -> float:
         """Return the factor that turns a mean-reduced loss into a sum.
@@ -229,92 +227,118 @@ class Uno(Method):
     def _slope(
         self,
         closure: Closure,
-        retain: Vec,
-        forget: Vec,
+        own: Mapping[str, Vec],
+        retain: Weights,
+        forget: Weights,
         *,
         gram: torch.Tensor,
-        own: Mapping[str, Vec],
     ) -> tuple[Vec, dict[str, float]]:
         """Return grad c^2 = 2 c (H_r a + H_f b), and notes on its products for the log."""
         norms = gram.diagonal().sqrt()
         c = float(gram[0, 1] / norms[0] / norms[1])
         scale = 1 / float(norms[0] * norms[1])
-        a = combine([scale, -c / float(gram[0, 0])], [forget, retain])
-        b = combine([scale, -c / float(gram[1, 1])], [retain, forget])
+        a = _sum([scale, -c / float(gram[0, 0])], [forget, retain])
+        b = _sum([scale, -c / float(gram[1, 1])], [retain, forget])
+        factors = {name: 2 * c * self._scale(closure, name) for name in ("retain", "forget")}
         vectors = {"retain": a, "forget": b}
-        scales = [self._scale(closure, "retain"), self._scale(closure, "forget")]
         if self.histogram:  # its Hessian is in both
-            vectors["histogram"] = combine([1.0, 1.0], [a, b])
-            scales.append(self.histogram)
+            vectors["histogram"] = _sum([1.0, 1.0], [a, b])
+            factors["histogram"] = 2 * c * self.histogram
+        products = _Products(closure, own, vectors, factors, size=self.size)
         if self.hvp == "checked":
-            products, notes = self._checked_products(closure, vectors, scales, own=own)
-        else:
-            products, notes = self._products(closure, vectors, self.hvp, own=own), {}
-        return combine([2 * c * scale for scale in scales], products), notes
+            return self._checked(closure.step, products)
+        return products.sum(self.hvp), {}
 
-    def _products(
-        self,
-        closure: Closure,
-        vectors: Mapping[str, Vec],
-        how: HessianProduct,
-        *,
-        own: Mapping[str, Vec],
-    ) -> list[Vec]:
-        """Return the Hessian product of each objective with its vector."""
-        return [
-            closure.hvp(name, v, how, self.size, base=own.get(name)) for name, v in vectors.items()
-        ]
-
-    def _checked_products(
-        self,
-        closure: Closure,
-        vectors: Mapping[str, Vec],
-        scales: Sequence[float],
-        *,
-        own: Mapping[str, Vec],
-    ) -> tuple[list[Vec], dict[str, float]]:
-        """Return difference products where they are right, and exact products elsewhere.
+    def _checked(self, step: int, products: _Products) -> tuple[Vec, dict[str, float]]:
+        """Return the sum of difference products where they are right, and of exact ones elsewhere.
 
         A network with few kinks can pass one check by chance, so there are further ones, at steps
         that are powers of two. A failed check is final.
         """
         choice = int(self._state["choice"]) if "choice" in self._state else None
-        is_power_of_two = closure.step & (closure.step - 1) == 0
+        is_power_of_two = step & (step - 1) == 0
         if choice is not None and not (choice in (FORWARD, DIFFERENCE) and is_power_of_two):
-            products = self._products(closure, vectors, CHOICES[choice], own=own)
-            return products, {"exact_products": int(choice == EXACT)}
+            return products.sum(CHOICES[choice]), {"exact_products": int(choice == EXACT)}
         try:
-            products = self._products(closure, vectors, "exact", own=own)
+            expected = products.sum("exact")
         except (NoSecondDerivative, torch.OutOfMemoryError):
             self._state["choice"] = torch.tensor(UNCHECKED)
-            differences = self._products(closure, vectors, CHOICES[UNCHECKED], own=own)
-            return differences, {"exact_products": 0, "unchecked": 1}
-        expected, errors = combine(scales, products), {}
-        for candidate in (DIFFERENCE, FORWARD):
-            differences = self._products(closure, vectors, CHOICES[candidate], own=own)
-            errors[candidate] = _relative_error(combine(scales, differences), expected)
+            return products.sum(CHOICES[UNCHECKED]), {"exact_products": 0, "unchecked": 1}
+        errors = {
+            candidate: _relative_error(products.sum(CHOICES[candidate]), expected)
+            for candidate in (DIFFERENCE, FORWARD)
+        }
         decision = EXACT
         if errors[DIFFERENCE] <= TOLERANCE:
             # a forward difference alone may miss the kinks on the other side
             may_be_forward = choice != DIFFERENCE and errors[FORWARD] <= TOLERANCE
             decision = FORWARD if may_be_forward else DIFFERENCE
         self._state["choice"] = torch.tensor(decision)
-        return products, {
+        return expected, {
             "exact_products": 1,
             "difference_error": errors[DIFFERENCE],
             "forward_error": errors[FORWARD],
         }
 
-    def _beta(self, turn: Vec, step: Vec) -> float:
+    def _beta(self, slope_norm: float, retain_norm: float) -> float:
         if self.strength != "auto":
             return float(self.strength)
-        length = float(norm(turn))
-        return self.ratio * float(norm(step)) / length if length > 0 else 0.0
+        return self.ratio * retain_norm / slope_norm if slope_norm > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The Hessian products of one step.
+
+    Attributes:
+        closure: The losses.
+        own: The gradient of each objective alone.
+        vectors: For each objective the vector that its Hessian multiplies, as a sum of gradients.
+        factors: The factor of each product in their sum.
+        size: The step of differences.
+    """
+
+    closure: Closure
+    own: Mapping[str, Vec]
+    vectors: Mapping[str, Weights]
+    factors: Mapping[str, float]
+    size: float
+
+    def sum(self, how: HessianProduct) -> Vec:
+        """Return the sum of all products. One vector and one product are in memory beside it."""
+        total: list[Vec] = []
+        for name, weights in self.vectors.items():
+            vector = _materialise(self.own, weights)
+            base = self.own.get(name)
+            parts = [*total, self.closure.hvp(name, vector, how, self.size, base=base)]
+            total.clear()
+            total.append(combine_and_free([1.0, self.factors[name]][-len(parts) :], parts))
+        return total[0]
+
+
+def _sum(factors: Sequence[float] | Tensor, sums: Sequence[Weights]) -> Weights:
+    """Return the sum of some sums of gradients, each times a factor."""
+    names = dict.fromkeys(name for one in sums for name in one)
+    pairs = list(zip(map(float, factors), sums, strict=True))
+    return {name: sum(factor * one.get(name, 0.0) for factor, one in pairs) for name in names}
+
+
+def _materialise(own: Mapping[str, Vec], weights: Weights) -> Vec:
+    """Return a sum of gradients as a vector. A single gradient of weight 1 is itself."""
+    if list(weights.values()) == [1.0]:
+        return own[next(iter(weights))]
+    return combine(list(weights.values()), [own[name] for name in weights])
+
+
+def _gram_of_sums(own: Mapping[str, Vec], sums: Sequence[Weights]) -> Tensor:
+    """Return the inner products of sums of gradients, [m, m] float64 on the CPU."""
+    rows = torch.tensor([[one.get(name, 0.0) for name in own] for one in sums], dtype=torch.float64)
+    return rows @ gramian(list(own.values())) @ rows.T
 
 
 def _relative_error(value: Vec, expected: Vec) -> float:
     """Return ||value - expected|| / ||expected||; 0 if both are 0."""
-    distance = float(norm(combine([1.0, -1.0], [value, expected])))
+    distance = float(norm(scaled_difference(list(value), expected, 1.0)))
     length = float(norm(expected))
     return distance / length if length > 0 else float("inf") if distance > 0 else 0.0
 

@@ -109,6 +109,21 @@ def combine_and_free(weights: Tensor | Sequence[float], vectors: list[Vec]) -> V
     return tuple(result)
 
 
+def scaled_difference(u: list[Tensor], v: Vec, factor: float) -> Vec:
+    """Return factor * (u - v), and empty the list u.
+
+    Where it has the only references to its tensors, each is freed as soon as it was used.
+    """
+    remaining = deque(u)
+    u.clear()
+    if len(remaining) != len(v):
+        raise ValueError(f"vectors of {len(remaining)} and {len(v)} tensors")
+    result = []
+    for part in v:
+        result.append((remaining.popleft() - part).mul_(factor))
+    return tuple(result)
+
+
 def _weighted_sum(factors: Sequence[float], parts: Sequence[Tensor]) -> Tensor:
     total = parts[0] * factors[0]
     for factor, part in zip(factors[1:], parts[1:], strict=True):

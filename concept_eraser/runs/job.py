@@ -282,6 +282,7 @@ class Job:
     def accelerator(self) -> Accelerator:
         """Return accelerate's object for the device and the processes of this run; see `join`."""
         cpu, tracker = join(self.recipe), self.recipe.training.tracker
+        distributed.release_device(cpu=cpu)
         # no mixed_precision here: accelerate keeps it for the whole process, and the next run may
         # want another
         return Accelerator(

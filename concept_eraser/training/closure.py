@@ -21,6 +21,7 @@ from concept_eraser.methods.vectors import (
     gramian_and_scalars,
     has_finite_sums,
     norm,
+    scaled_difference,
 )
 from concept_eraser.training.projection import without
 from concept_eraser.utils.errors import UserError
@@ -201,13 +202,13 @@ class LossClosure:
         )
 
     @contextmanager
-    def at(self, offset: Vec) -> Iterator[None]:
-        """Take gradients at params + offset inside the context."""
+    def at(self, offset: Vec, factor: float = 1.0) -> Iterator[None]:
+        """Take gradients at params + factor * offset inside the context."""
         original_values = [p.detach().clone() for p in self.params]
         try:
             with torch.no_grad():
                 for parameter, by in zip(self.params, offset, strict=True):
-                    parameter.add_(by)
+                    parameter.add_(by, alpha=factor)
             yield
         finally:
             with torch.no_grad():
@@ -238,18 +239,17 @@ class LossClosure:
             return tuple(torch.zeros_like(part) for part in v)
         if how == "exact":
             return self._double_backward(objective, v)
-        ahead = tuple(part * (size / length) for part in v)
         if how == "forward":
             # a clipped gradient is not that of the loss
             start = self._gradient(objective) if base is None or self._clip is not None else base
-            with self.at(ahead):
-                plus = self._gradient(objective)
-            return tuple((p - g) * (length / size) for p, g in zip(plus, start, strict=True))
-        with self.at(ahead):
-            plus = self._gradient(objective)
-        with self.at(tuple(-part for part in ahead)):
+            with self.at(v, size / length):
+                plus = list(self._gradient(objective))
+            return scaled_difference(plus, start, length / size)
+        with self.at(v, size / length):
+            plus = list(self._gradient(objective))
+        with self.at(v, -size / length):
             minus = self._gradient(objective)
-        return tuple((p - m) * (length / (2 * size)) for p, m in zip(plus, minus, strict=True))
+        return scaled_difference(plus, minus, length / (2 * size))
 
     def _double_backward(self, objective: str, v: Vec) -> Vec:
         if self._frees_weights:

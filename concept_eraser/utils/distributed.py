@@ -45,6 +45,19 @@ def join(*, cpu: bool | None = None) -> Any:
     return PartialState(cpu=cpu or not has_gpu, timeout=PATIENCE)
 
 
+def release_device(*, cpu: bool) -> None:
+    """Let accelerate choose its device anew if this run needs another one.
+
+    accelerate keeps the device of the first run for the whole process. It would refuse the CPU
+    after a GPU, and stay on the CPU if a GPU is asked for. A launch of several processes is left as
+    it is.
+    """
+    from accelerate.state import AcceleratorState, is_initialized
+
+    if alone() and is_initialized() and (AcceleratorState().device.type == "cpu") != cpu:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def alone() -> bool:
     return _number(_SIZES, 1) < 2 or _number(_RANKS, -1) < 0
 

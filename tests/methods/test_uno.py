@@ -372,11 +372,8 @@ def test_a_forward_difference_takes_one_pass_for_each_product() -> None:
 
 
 def test_the_automatic_strength_divides_by_the_length_of_the_turn() -> None:
-    step = (torch.tensor([3.0, 4.0]),)
     for length, expected in ((0.5, 20.0), (2.0, 5.0), (0.0, 0.0)):
-        assert Uno(strength="auto", ratio=2.0)._beta(
-            (torch.tensor([length]),), step
-        ) == pytest.approx(expected)
+        assert Uno(strength="auto", ratio=2.0)._beta(length, 5.0) == pytest.approx(expected)
 
 
 def test_the_settings_with_names_are_the_papers() -> None:

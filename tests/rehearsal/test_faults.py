@@ -73,6 +73,15 @@ def test_inner_products_wait_once(device: torch.device) -> None:
     assert not is_finite((*vectors[0], torch.full((2,), float("nan"), device=device)))
 
 
+def test_one_process_uses_one_device_after_the_other(device: torch.device, tmp_path: Path) -> None:
+    """accelerate keeps the device of a process: it refused the CPU, or stayed on it."""
+    for number, name in enumerate(("cpu", "auto", "cpu")):
+        training = {"steps": 1, "batch_size": 2, "device": name}
+        with count() as counts:
+            concept_eraser.erase(short(training=training), output=tmp_path / str(number))
+        assert bool(counts.operators) == (name == "auto")
+
+
 CASES: dict[str, tuple[dict[str, Any], int]] = {  # -> the recipe's changes, and syncs in a step
     "one pass": ({"training__one_pass": "on"}, 1),
     "LoRA": ({"trainable": {"select": "cross_attention", "lora": 2}}, 1),
