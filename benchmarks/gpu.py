@@ -67,6 +67,7 @@ _SURGERY = {"method": {"name": "uno", "hvp": "difference"}, "training.precision"
 JOBS: dict[str, dict[str, Any]] = {  # name -> differences from plain fine-tuning of all weights
     "fine-tuning": {"method": "finetune"},
     "munba": {**_TWO_SIDES},
+    "munba, fp32": {**_TWO_SIDES, "training.precision": "fp32"},
     "munba, cross-attention": {**_TWO_SIDES, "trainable.select": "cross_attention"},
     "munba, LoRA 4": {**_TWO_SIDES, "trainable.select": "cross_attention", "trainable.lora": 4},
     "uno, difference": _SURGERY,

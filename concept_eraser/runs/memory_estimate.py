@@ -29,7 +29,7 @@ from concept_eraser.targets.adapter import add_adapter
 from concept_eraser.targets.encode import TokenizedPrompts
 from concept_eraser.targets.objectives import denoiser_objective, text_encoder_objective
 from concept_eraser.targets.plan import images_of
-from concept_eraser.training import memory, one_pass
+from concept_eraser.training import memory, method_memory, one_pass
 from concept_eraser.training.memory import Estimate
 from concept_eraser.training.placement import narrowable_of, needed
 
@@ -60,6 +60,8 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "ch
         else []
     )
     writing = _writing(recipe, model) if saved == "pipeline" else {}
+    # outside of `pretending`, since the method gets real numbers
+    vectors = method_memory.vectors_of(recipe.method.build, recipe.objectives)
     with ExitStack() as stack:
         adapter = add_adapter(recipe, part, names)
         if adapter is not None:
@@ -72,12 +74,12 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "ch
         there = _weights(model, needed_parts if training.offload else model.parts)
         params = [*eraser.trainable().values(), *eraser.adversary().values()]
         pass_bytes = _joint_pass(eraser, recipe, gpu=gpu)
-        if pass_bytes is None:
+        if pass_bytes is not None:
+            vectors = None
+        else:
+            heaviest = max(recipe.all_objectives, key=lambda name: _weight(recipe, name))
             pass_bytes = _pass(
-                eraser,
-                max(recipe.all_objectives, key=lambda objective: _weight(recipe, objective)),
-                recipe,
-                params,
+                eraser, heaviest, recipe, params, twice=vectors is not None and vectors.is_exact
             )
         shapes = [tuple(p.shape) for p in params]
     parameters = memory.Trained(
@@ -103,7 +105,11 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "ch
         writing |= {"their values before": parameters.bytes, **({} if is_moved else context)}
     return Estimate(
         always,
-        memory.moments(parameters, pass_bytes),
+        memory.moments(
+            parameters,
+            pass_bytes,
+            (vectors.during_pass, vectors.peak) if vectors else None,
+        ),
         making,
         writing=writing,
         is_written_on_cpu=is_moved and gpu,
@@ -301,15 +307,22 @@ def _weight(recipe: Recipe, objective: str) -> tuple[bool, ...]:
     return objective == "histogram", has_images, twice, teacher
 
 
-def _pass(eraser: Any, objective: str, recipe: Recipe, params: list[nn.Parameter]) -> int:
-    """Return the peak memory of one objective's forward and backward pass."""
+def _pass(
+    eraser: Any, objective: str, recipe: Recipe, params: list[nn.Parameter], *, twice: bool
+) -> int:
+    """Return the peak memory of one objective's forward and backward pass.
+
+    twice: the method computes exact Hessian products, whose second backward pass needs the graph of
+        the first one.
+    """
     n, bf16 = recipe.training.batch_size, recipe.training.precision == "bf16"
     draw = eraser.draw(objective, range(n))
 
     def loss() -> Tensor:
         return eraser.loss(objective, draw)
 
-    return memory.passing(loss, params, bf16=bf16)
+    once = memory.passing(loss, params, bf16=bf16)
+    return max(once, memory.passing_twice(loss, params)) if twice else once
 
 
 def _joint_pass(eraser: Any, recipe: Recipe, *, gpu: bool) -> int | None:
@@ -322,7 +335,7 @@ def _joint_pass(eraser: Any, recipe: Recipe, *, gpu: bool) -> int | None:
         training.one_pass,
         batch_size=training.batch_size,
         micro_batches=training.micro_batches,
-        is_alone_on_cpu=not gpu,
+        device="cuda" if gpu else "cpu",
         uses_all=isinstance(method, Method) and method.uses_all(eraser.objectives),
         recomputes=training.checkpointing,
     )

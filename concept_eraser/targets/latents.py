@@ -23,6 +23,7 @@ from concept_eraser.storage.cache import remove_chunk
 from concept_eraser.targets.context import PromptContext
 from concept_eraser.targets.encode import CODES, Embeddings, codes_path
 from concept_eraser.targets.plan import Chunk, PromptPlan
+from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
 
 
@@ -93,7 +94,9 @@ def decode_missing(
     progress("decoding images", 0, len(missing))
     for number, (path, (request, start)) in enumerate(missing.items(), 1):
         codes = generate.read(codes_path(path), CODES)
-        assert codes is not None  # drawn
+        if codes is None:  # another run with this cache has decoded them
+            _require_images(path)
+            continue
         images: dict[int, Tensor] = {}
         for _, rows in request.calls(start):  # as many at once as the pipeline decodes
             call_codes = codes[[i - start for i in rows]]
@@ -104,3 +107,12 @@ def decode_missing(
         generate.write(path, torch.stack([images[i] for i in sorted(images)]))
         remove_chunk(codes_path(path))
         progress("decoding images", number, len(missing))
+
+
+def _require_images(path: Path) -> None:
+    """Raise UserError if a chunk has neither latents nor images."""
+    if generate.read(path) is None:
+        raise UserError(
+            f"the latents of {path.name} were removed from the cache {path.parent} during this "
+            "run, and its images are not there; run the same command with --resume"
+        )

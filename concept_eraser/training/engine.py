@@ -125,8 +125,9 @@ class Engine:
             one_pass.Setting(
                 self.schedule.one_pass,
                 batch_size=self.schedule.batch_size,
-                is_alone_on_cpu=self.accelerator.num_processes == 1
-                and self.accelerator.device.type == "cpu",
+                device=(
+                    self.accelerator.device.type if self.accelerator.num_processes == 1 else None
+                ),
                 uses_all=self.method.uses_all(self.eraser.objectives),
                 micro_batches=self.schedule.micro_batches,
                 recomputes=self.recomputes,

@@ -3,13 +3,12 @@
 The forward and backward pass runs with tensors that have a shape and no content (torch's fake
 tensors), and `Peak` counts every tensor that is created and freed. This takes seconds for Stable
 Diffusion on a laptop. `moments` counts what lives longer than a pass: weights, their original
-values (the frozen teacher), one gradient for each objective and the direction, the optimiser's
-state, and masks.
+values (the frozen teacher), the gradients and other vectors of the method (method_memory.py), the
+direction, the optimiser's state, and masks.
 
 Assumptions: attention kernels do not store the matrix of scores, as torch's default kernels; norms
 are in fp32 under autocast, as on CUDA; CUDA itself takes CONTEXT bytes. Not counted: memory that
-the allocator cannot use because it is fragmented, and tensors of a method beside one gradient for
-each objective.
+the allocator cannot use because it is fragmented, and workspaces of kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -151,6 +151,23 @@ def passing(loss: Callable[[], Tensor], params: Sequence[Tensor], *, bf16: bool 
     return peak_of(run, bf16=bf16)
 
 
+def passing_twice(loss: Callable[[], Tensor], params: Sequence[Tensor]) -> int:
+    """Return the peak of the bytes of an exact Hessian product (inside `pretending`).
+
+    It has attention whose scores are stored, since the fused kernels have no second derivative.
+    """
+
+    def run() -> None:
+        with sdpa_kernel(SDPBackend.MATH):
+            gradients = torch.autograd.grad(
+                loss(), list(params), create_graph=True, materialize_grads=True
+            )
+            slope = torch.stack([gradient.sum() for gradient in gradients]).sum()
+            torch.autograd.grad(slope, list(params), allow_unused=True, materialize_grads=True)
+
+    return peak_of(run)
+
+
 def weights_of(module: nn.Module) -> int:
     """Return the bytes of a module's parameters and buffers, each tensor once."""
     return sum(
@@ -214,7 +231,9 @@ def _adafactor_size(shape: Sequence[int]) -> int:
     return math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1]))
 
 
-def moments(parameters: Trained, pass_bytes: int) -> dict[str, dict[str, int]]:
+def moments(
+    parameters: Trained, pass_bytes: int, vectors: tuple[float, float] | None = None
+) -> dict[str, dict[str, int]]:
     """Return the bytes by their use at the three moments of a step with the highest memory.
 
     They are in addition to the bytes that are in use all the time.
@@ -223,10 +242,16 @@ def moments(parameters: Trained, pass_bytes: int) -> dict[str, dict[str, int]]:
     no more than combining, which frees each tensor of the gradients when its sum is computed.
 
     pass_bytes: those of one forward and backward pass, see `passing`.
+    vectors: what the method holds while a pass runs, and at most, in vectors of the size of the
+        trained parameters (method_memory.py). Without it, one gradient for each objective.
     """
     total, largest = parameters.bytes, parameters.largest
     masks = {"masks": total} if parameters.masked else {}
-    sums = {"gradients of other objectives": (parameters.objectives - 1) * total}
+    others = parameters.objectives - 1
+    during_pass, most = vectors or (others, max(parameters.objectives, 2))
+    sums = {"gradients of other objectives": others * total}
+    if during_pass > others + 0.25:  # less is what is held tensor by tensor
+        sums["other vectors of the method"] = round((during_pass - others) * total)
     if parameters.micro_batches > 1:
         sums["sum over micro-batches"] = total
     wide = (
@@ -237,7 +262,7 @@ def moments(parameters: Trained, pass_bytes: int) -> dict[str, dict[str, int]]:
         "last gradient": {**masks, **sums, "forward and backward pass": pass_bytes},
         "combining": {
             **masks,
-            "gradients": max(parameters.objectives, 2) * total,
+            "gradients": round(max(most, parameters.objectives, 2) * total),
             "sums of one tensor": max(2 * largest, wide),
         },
         "moving": {

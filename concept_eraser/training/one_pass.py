@@ -31,10 +31,10 @@ from torch.nn import functional as F
 from concept_eraser.erasers.base import Eraser, Inseparable
 
 _LOG = logging.getLogger(__name__)
-# The largest batches for which `auto` uses one pass, in positions of latents: at those the measured
-# gain was at least 3 % of a step (benchmarks/README.md).
-LARGEST = 1024
-LARGEST_WHOLE = 256  # if most weights of the module are trained themselves
+# The largest batches for which `auto` uses one pass, in positions of latents, by the device of a
+# single process: at those the measured gain was at least 3 % of a step (benchmarks/README.md). The
+# second number is for a module of which most weights are trained themselves.
+LARGEST: Mapping[str, tuple[int, int]] = {"cpu": (1024, 256), "cuda": (4096, 4096)}
 Gradients = Mapping[str, tuple[Tensor, list[Tensor]]]  # loss and gradient of each objective
 Sizes = tuple[int, ...]  # the rows of each objective
 
@@ -84,7 +84,7 @@ class Setting:
         mode: training.one_pass. "auto" uses one pass only where it was measured to be faster.
         batch_size: The examples of each objective in a micro-batch.
         micro_batches: The number of micro-batches.
-        is_alone_on_cpu: Whether one process trains on the CPU.
+        device: The type of the device, such as `cpu`, if one process trains alone; else None.
         uses_all: Whether the method uses the gradients of all objectives at the same parameters.
         recomputes: Whether the backward pass recomputes activations (training.checkpointing).
         frees_weights: Whether weights are freed after each pass (training.shard: weights).
@@ -93,7 +93,7 @@ class Setting:
     mode: Literal["auto", "on", "off"] = "off"
     batch_size: int = 1
     micro_batches: int = 1
-    is_alone_on_cpu: bool = True
+    device: str | None = "cpu"
     uses_all: bool = True
     recomputes: bool = False
     frees_weights: bool = False
@@ -133,12 +133,12 @@ def _require_use(eraser: Eraser, setting: Setting) -> None:
     }
     if setting.mode == "auto" and isinstance(eraser, Together):
         size = setting.batch_size * eraser.positions
-        largest = LARGEST_WHOLE if _trains_most(eraser) else LARGEST
+        largest = LARGEST.get(setting.device or "", (0, 0))[_trains_most(eraser)]
         reasons |= {
             "the method does not use all gradients at the same weights": not setting.uses_all,
-            "a gain was measured for one process on the CPU only": not setting.is_alone_on_cpu,
+            "a gain was measured for one process on a CPU or CUDA only": not largest,
             f"a gain was measured for up to {largest} positions of latents, found {size}": (
-                size > largest
+                bool(largest) and size > largest
             ),
         }
     for reason, applies in reasons.items():

@@ -290,6 +290,32 @@ def test_finished_latents_are_not_generated_again(
     assert cache_content(cache) == cache_content(whole)
 
 
+@pytest.mark.parametrize("are_lost", [False, True])
+def test_another_run_with_the_same_cache_decodes_the_latents_first(
+    are_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes them when their images are written. Then this run reads the images."""
+    content = short(training__offload=True, training__steps=1)
+    decode, cache, began = latents.decode_missing, tmp_path / "cache", []
+
+    def after_the_other(*arguments: Any) -> None:
+        if not began:
+            began.append(True)
+            concept_eraser.erase(content, output=tmp_path / "other", cache=cache)
+            if are_lost:
+                next(path for path in cache.rglob("*.*") if path.suffix != ".codes").unlink()
+        decode(*arguments)
+
+    monkeypatch.setattr(latents, "decode_missing", after_the_other)
+    if are_lost:
+        with pytest.raises(UserError, match="removed from the cache .* --resume"):
+            concept_eraser.erase(content, output=tmp_path / "run", cache=cache)
+        return
+    run = concept_eraser.erase(content, output=tmp_path / "run", cache=cache)
+    assert run.folder.is_dir()
+    assert not list(cache.rglob("*.codes"))
+
+
 def test_cached_images_are_not_generated_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phases: Any
 ) -> None:

@@ -392,13 +392,14 @@ def test_auto_uses_one_pass_where_a_gain_was_measured(erasers: Mapping[str, Deno
     def largest(selection: str, **settings: Any) -> int:
         eraser = erasers[selection]
         choices = {
-            n: one_pass.choose(eraser, Setting("auto", batch_size=n, **settings)) for n in range(6)
+            n: one_pass.choose(eraser, Setting("auto", batch_size=n, **settings)) for n in range(20)
         }
         return max((n for n, choice in choices.items() if choice), default=0)
 
     assert [largest(selection) for selection in SELECTIONS] == [4, 1, 4]
     assert largest("LoRA", uses_all=False) == 0
-    assert largest("LoRA", is_alone_on_cpu=False) == 0
+    assert [largest(selection, device="cuda") for selection in SELECTIONS] == [16, 16, 16]
+    assert largest("LoRA", device=None) == largest("LoRA", device="mps") == 0
 
 
 def test_methods_say_whether_they_use_all_gradients() -> None:
