@@ -308,7 +308,7 @@ def test_another_run_with_the_same_cache_decodes_the_latents_first(
 
     monkeypatch.setattr(latents, "decode_missing", after_the_other)
     if are_lost:
-        with pytest.raises(UserError, match="removed from the cache .* --resume"):
+        with pytest.raises(UserError, match=r"removed from the cache .* --resume"):
             concept_eraser.erase(content, output=tmp_path / "run", cache=cache)
         return
     run = concept_eraser.erase(content, output=tmp_path / "run", cache=cache)
