@@ -249,7 +249,7 @@ def moments(
     masks = {"masks": total} if parameters.masked else {}
     others = parameters.objectives - 1
     during_pass, most = vectors or (others, max(parameters.objectives, 2))
-    sums = {"gradients of other objectives": others * total}
+    sums = {"gradients of other objectives": round(min(during_pass, others) * total)}
     if during_pass > others + 0.25:  # less is what is held tensor by tensor
         sums["other vectors of the method"] = round((during_pass - others) * total)
     if parameters.micro_batches > 1:
@@ -262,7 +262,7 @@ def moments(
         "last gradient": {**masks, **sums, "forward and backward pass": pass_bytes},
         "combining": {
             **masks,
-            "gradients": round(max(most, parameters.objectives, 2) * total),
+            "gradients": round(most * total),
             "sums of one tensor": max(2 * largest, wide),
         },
         "moving": {
