@@ -18,7 +18,8 @@ from benchmarks import rehearsal_device
 from benchmarks.device_counts import Counts
 from studies.rendering.common import fill_blocks
 
-FILE, PAGE = Path(__file__).parent / "rehearsal.json", Path(__file__).parent / "README.md"
+HERE = Path(__file__).parent
+FILE, PAGE, GPU_FILE = HERE / "rehearsal.json", HERE / "README.md", HERE / "gpu.json"
 
 
 @contextmanager
@@ -41,19 +42,35 @@ def summary(steps: Sequence[Counts]) -> dict[str, Any]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Return the table: what one step does, for each job and batch size."""
+    """Return the table: what one step does, for each job and batch size.
+
+    The last two columns are those of a GPU, where it was measured.
+    """
     lines = [
-        "| Job | Batch | Synchronisations | To the device, KB | To the host, KB | Peak, MB |",
-        "|---|---|---|---|---|---|",
+        "| Job | Batch | Synchronisations | To the device, KB | To the host, KB | Peak, MB | GPU: "
+        "synchronisations | GPU: peak, MB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {row['job']} | {row['batch']} | {row['syncs']} | {row['bytes_to_device'] / 1e3:.1f} | "
-        f"{row['bytes_to_host'] / 1e3:.1f} | {row['peak_bytes'] / 1e6:.1f} |"
-        for row in content["rows"]
-    ]
+    measured = _on_a_gpu()
+    for row in content["rows"]:
+        there = measured.get((row["job"], row["batch"]), {})
+        peak = f"{there['memory_mb'] * 2**20 / 1e6:.1f}" if there else ""
+        lines.append(
+            f"| {row['job']} | {row['batch']} | {row['syncs']} | "
+            f"{row['bytes_to_device'] / 1e3:.1f} | {row['bytes_to_host'] / 1e3:.1f} | "
+            f"{row['peak_bytes'] / 1e6:.1f} | {there.get('syncs', '')} | {peak} |"
+        )
     where = content["environment"]
     note = f"torch {where['versions']['torch']}, commit {(where['commit'] or '?')[:12]}."
     return "\n".join([*lines, "", note])
+
+
+def _on_a_gpu() -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the rows of gpu.json for the bundled model, by job and batch size."""
+    if not GPU_FILE.exists():
+        return {}
+    rows = json.loads(GPU_FILE.read_text())["rows"]
+    return {(row["job"], row["batch"]): row for row in rows if row["family"] == "tiny"}
 
 
 def render(page: str, content: dict[str, Any]) -> str:

@@ -134,7 +134,7 @@ def _trainable() -> list[str]:
             "          a Stable Diffusion checkpoint needs a GPU; with --memory 8gb, one of 8 GB",
         ]
     card = torch.cuda.mem_get_info()[1] / GB
-    lines = ["training: the default LoRA, by estimates that were not measured on a GPU"]
+    lines = ["training: the default LoRA, by estimates"]
     for model, need in _estimates(card).items():
         preset, size = need
         fits = "fits" if size <= card else "does not fit"

@@ -14,45 +14,66 @@ FULL_SIZE = ROOT / "benchmarks" / "full_size.json"
 
 
 def page(content: dict[str, Any]) -> str:
-    """Return the page: seconds of a step (quickest to slowest) and peak memory.
-
-    A table has a row for each job and a column for each batch size.
-    """
+    """Return the page: a table for each architecture, with a row for each job and batch size."""
     where = content["environment"]
     parts = [
         (
             "# Time and memory on a GPU\n\nRendered from `gpu.json` by `python -m "
             "studies.render_results`; made by `python -m benchmarks.gpu`. "
-            f"{where['device']}, torch {where['versions']['torch']}, commit "
-            f"{(where['commit'] or '?')[:12]}."
-        )
+            f"{where['device']}, {where.get('cpu_count', '?')} CPU cores, torch "
+            f"{where['versions']['torch']}, commit {(where['commit'] or '?')[:12]}."
+        ),
+        GPU_COLUMNS,
     ]
     for family in dict.fromkeys(row["family"] for row in content["rows"]):
         rows = [row for row in content["rows"] if row["family"] == family]
-        batches = sorted({row["batch"] for row in rows})
-        lines = [["job", *(f"batch {batch}" for batch in batches)]]
-        for job in dict.fromkeys(row["job"] for row in rows):
-            rows_by_batch = {row["batch"]: row for row in rows if row["job"] == job}
-            lines.append(
-                [
-                    job,
-                    *(
-                        _cell(rows_by_batch[batch]) if batch in rows_by_batch else ""
-                        for batch in batches
-                    ),
-                ]
-            )
-        parts.append(f"{_title(rows)}\n\n{table(lines)}")
+        lines = [
+            ["job", "batch", "seconds", "allocated, GB", "reserved", "taken", "estimate", "waits"]
+        ]
+        lines += [[row["job"], str(row["batch"]), *_cells(row)] for row in rows]
+        others = sorted({row["commit"][:12] for row in rows if "commit" in row})
+        note = f"\n\nCommit of some rows: {', '.join(others)}." if others else ""
+        parts.append(f"{_title(rows)}\n\n{table(lines)}{note}")
     return "\n\n".join(parts) + "\n"
 
 
-def _cell(row: dict[str, Any]) -> str:
+GPU_COLUMNS = """* Seconds: of a training step, the median with the quickest and the slowest one; of an image
+  where the job is generating. Rows without seconds were measured beside other processes.
+* Allocated and reserved: the largest memory of tensors, and what torch took for them, in GB of
+  2^30 bytes.
+* Taken: allocated, and what CUDA itself took beside torch. A dry run's estimate is of this.
+* Waits: how often the host waited for the GPU in the last step."""
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     if not row["fits"]:
-        return "does not fit"
-    memory = f"{row['memory_mb'] / 1024:.1f} GB"
+        return ["does not fit", "", "", "", "", ""]
+    return [
+        _seconds(row),
+        _gigabytes(row["memory_mb"]),
+        _gigabytes(row.get("reserved_mb")),
+        _gigabytes(taken_mb(row)),
+        _gigabytes(row.get("estimate_mb")) if taken_mb(row) is not None else "",
+        str(row.get("syncs", "")),
+    ]
+
+
+def _seconds(row: dict[str, Any]) -> str:
     if "images_per_second" in row:
-        return f"{row['images_per_second']:.2f} images/s, {memory}"
-    return f"{row['seconds']:.3f} s [{row['quickest']:.3f}, {row['slowest']:.3f}], {memory}"
+        return f"{1 / row['images_per_second']:.2f} an image"
+    if row["seconds"] is None:
+        return ""
+    return f"{row['seconds']:.3f} [{row['quickest']:.3f}, {row['slowest']:.3f}]"
+
+
+def _gigabytes(megabytes: float | None) -> str:
+    return "" if megabytes is None else f"{megabytes / 1024:.2f}"
+
+
+def taken_mb(row: dict[str, Any]) -> float | None:
+    """Return the memory of the tensors and of CUDA itself, or None if it was not measured."""
+    beside = row.get("beside_mb")
+    return None if beside is None else float(row["memory_mb"] + beside)
 
 
 def full_size_page(content: dict[str, Any]) -> str:

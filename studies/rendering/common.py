@@ -15,8 +15,8 @@ LIMITS = """**Protocol 1: limits.** The reported prompts include prompts of the 
 selects the settings and reports the results. The number of settings that were tried differs
 between methods. The attack success rate is a mean over attacks, and one of these, `seed_search`,
 is a control. The intervals pool the images of all training seeds as if they were independent. The
-rows of EraseDiff, and those of SalUn outside of the leaderboard, use losses that differ from the
-published ones. The row of AdvUnlearn has a short attack without Adam and warm-up. ESD-u also trains
+rows of EraseDiff and SalUn outside of the leaderboard use losses that differ from the published
+ones. The row of AdvUnlearn has a short attack without Adam and warm-up. ESD-u also trains
 the output layers and the time embedding. The attack `p4d-k` has one free token fewer than
 published."""
 

@@ -39,11 +39,28 @@ def test_it_is_measured_once_and_written_at_once(tmp_path: Path) -> None:
     assert 0 < rows[0]["quickest"] <= rows[0]["seconds"] <= rows[0]["slowest"]
     assert rows[1]["images_per_second"] > 0
     page = benchmarks.page(json.loads(output.read_text()))
-    assert f"| munba, cross-attention | {rows[0]['seconds']:.3f} s [" in page
+    assert f"| munba, cross-attention | 1 | {rows[0]['seconds']:.3f} [" in page
+    gpu.add_estimates(output)
+    (estimate,) = [r["estimate_mb"] for r in json.loads(output.read_text())["rows"][:1]]
+    assert 700 < estimate < 1500, "with CUDA's own memory"
     again = Command(*options, folder=ROOT, script=script)
     assert again.wait() == 0, again.stderr
     assert again.stdout == ""
-    assert json.loads(output.read_text())["rows"] == rows
+    assert [row["job"] for row in json.loads(output.read_text())["rows"]] == [
+        row["job"] for row in rows
+    ]
+
+
+def test_the_estimates_are_close_to_what_a_gpu_took() -> None:
+    """The committed rows of a GPU. UNO's convolutions without TF32 have large workspaces there."""
+    content = json.loads(gpu.OUTPUT.read_text())
+    assert "NVIDIA" in content["environment"]["device"]
+    for row in content["rows"]:
+        taken = benchmarks.taken_mb(row)
+        if taken is None or row["family"] == "tiny" or "estimate_mb" not in row:
+            continue
+        closeness = row["estimate_mb"] / taken
+        assert (0.65 < closeness < 0.75) if "uno" in row["job"] else (0.98 < closeness < 1.06), row
 
 
 def test_a_machine_without_a_gpu_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

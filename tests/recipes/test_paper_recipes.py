@@ -113,7 +113,7 @@ def test_it_tells_how_many_configurations_were_compared(name: str) -> None:
     """Stored results have the recipe's losses, or it says none has. Untuned is a single setting."""
     job = recipe.load(f"tiny_star_{name}")
     results = [
-        row["recipe"]
+        {**row["recipe"], "grid": row.get("grid", [])}
         for study in ("tiny_leaderboard", "tiny_attacks", "tiny_edges")
         for row in result_tables.table(study).values()
         if row.get("recipe") and row["recipe"].get("method", {}).get("name") == job.method.name
@@ -136,6 +136,7 @@ def test_it_tells_how_many_configurations_were_compared(name: str) -> None:
     claims = "one configuration" in text and re.search(r"no result with it is stored", text)
     assert bool(claims) == (not stored), f"{len(stored)} stored results have these losses"
     settings = {json.dumps([row["trainable"], row["training"]["lr"]]) for row in stored}
+    settings |= {json.dumps(tried["point"]) for row in stored for tried in row["grid"]}
     training = (FOLDER / f"tiny_star_{name}.yaml").read_text().split("training:")[1]
     assert ("tuned: no" in training.splitlines()[0]) == (len(settings) < 2)
 
