@@ -37,7 +37,8 @@ def page(content: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-GPU_COLUMNS = """* Seconds: of a training step, the median with the quickest and the slowest one; of an image
+GPU_COLUMNS = """\
+* Seconds: of a training step, the median with the quickest and the slowest one; of an image
   where the job is generating. Rows without seconds were measured beside other processes.
 * Allocated and reserved: the largest memory of tensors, and what torch took for them, in GB of
   2^30 bytes.

@@ -66,24 +66,67 @@ def test_the_simplex_projection_is_that_of_a_quadratic_program() -> None:
     )
 
 
+@pytest.mark.parametrize("step", [1e-6, 1e-3, 0.1, 10.0])
+def test_the_simplex_projection_of_a_vocabulary_is_that_by_sorting(step: float) -> None:
+    """Held, Wolfe & Crowder 1974. Ties and a single entry that remains are among the rows."""
+    generator, size = torch.Generator().manual_seed(0), 49408
+    rows = torch.full((4, size), 1 / size)
+    rows[:2] += step * torch.randn(2, size, generator=generator)
+    rows[2] += step * torch.randn(size, generator=generator).sign()
+    rows[3, 7] += 2
+    descending = rows.double().sort(descending=True).values
+    excess = descending.cumsum(-1) - 1
+    support = (descending * torch.arange(1, size + 1) > excess).sum(-1, keepdim=True)
+    expected = (rows.double() - excess.gather(-1, support - 1) / support).clamp(min=0)
+    projection = unlearn_diff.onto_simplex(rows)
+    torch.testing.assert_close(projection.double(), expected, atol=1e-6, rtol=1e-4)
+
+
 def test_the_schedule_of_time_steps_is_the_papers() -> None:
     assert unlearn_diff.schedule(50, 1000) == list(range(10, 1000, 20))
 
 
 def test_the_straight_through_gradient_is_clipped() -> None:
     probabilities = torch.tensor([[0.2, 0.8]], requires_grad=True)
-    hard = torch.tensor([[1.0, 0.0]])
-    out = unlearn_diff._Straight.apply(probabilities, hard)
-    assert torch.equal(out, hard)
-    (gradient,) = torch.autograd.grad((out * torch.tensor([[3.0, -0.5]])).sum(), [probabilities])
-    assert torch.equal(gradient, torch.tensor([[1.0, -0.5]]))
+    table = torch.tensor([[1.0, 2.0], [0.0, 0.25]])
+    out = unlearn_diff._Straight.apply(probabilities, torch.tensor([0]), table)
+    assert torch.equal(out, table[:1])
+    (gradient,) = torch.autograd.grad((out * torch.tensor([[3.0, -2.0]])).sum(), [probabilities])
+    assert torch.equal(gradient, torch.tensor([[-1.0, -0.5]]))
 
 
 def test_the_nearest_usable_token() -> None:
     table = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 2.0]])
     usable = torch.tensor([False, True, True])
     rows = torch.tensor([[5.0, 0.1], [0.1, 0.2]])
-    assert p4d.nearest(rows, table, usable).tolist() == [1, 2]
+    assert p4d.UsableTokens(table, usable).nearest(rows).tolist() == [1, 2]
+
+
+def test_p4d_gives_each_prompt_the_gradient_that_it_has_alone(shared_tiny: Any) -> None:
+    """Prompts of different lengths, in an order that mixes them."""
+    words, table = shared_tiny.words, shared_tiny.table.detach()
+    texts = ["a red star on a white background", "a star", "a blue star on a gray background"]
+    slots = [words.free_token_every(text, 3) for text in texts]
+    generator = torch.Generator().manual_seed(0)
+    soft = [
+        torch.randn(1, one.places.shape[1], table.shape[1], generator=generator).requires_grad_()
+        for one in slots
+    ]
+    assert len({one.shape for one in soft}) == 2
+    usable = p4d.UsableTokens(table, words.usable)
+    noisy = torch.randn(3, *shared_tiny.latent_shape(), generator=generator)
+    t, goal = torch.tensor([100, 500, 900]), torch.zeros(())
+
+    def gradients(rows: list[int]) -> list[Tensor]:
+        some = [soft[row] for row in rows]
+        condition = p4d.projected(shared_tiny, [slots[row] for row in rows], some, usable)
+        losses = (shared_tiny.denoise(noisy[rows], t[rows], condition) - goal).square()
+        return list(torch.autograd.grad(losses.flatten(1).mean(1).sum(), some))
+
+    for row, gradient in enumerate(gradients([0, 1, 2])):
+        (alone,) = gradients([row])
+        assert gradient.abs().max() > 0
+        assert torch.allclose(gradient, alone, rtol=1e-3, atol=1e-6 * float(alone.abs().max()))
 
 
 def test_mma_diffusion_always_moves_and_remembers_the_best(

@@ -23,7 +23,7 @@ calls P4D is a different one.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -40,13 +40,25 @@ from concept_eraser.evaluation.attacks.base import (
     require_positive,
     soft_embed,
 )
+from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.vocabulary import Slots
 
 
-def nearest(rows: Tensor, table: Tensor, usable: Tensor) -> Tensor:
-    """The usable token with the largest cosine to each embedding: [..., width] -> [...]."""
-    likeness = F.normalize(rows, dim=-1) @ F.normalize(table, dim=-1).T
-    return likeness.masked_fill(~usable, -torch.inf).argmax(-1)
+class UsableTokens:
+    """The tokens that a prompt can have, and the directions of their embeddings.
+
+    Args:
+        table: The embeddings of all tokens, [V, width].
+        usable: Whether a prompt can have each of them, [V] bool.
+    """
+
+    def __init__(self, table: Tensor, usable: Tensor) -> None:
+        self.ids = usable.to(table.device).nonzero()[:, 0]
+        self.directions = F.normalize(table[self.ids], dim=-1)
+
+    def nearest(self, rows: Tensor) -> Tensor:
+        """The token with the largest cosine to each embedding: [..., width] -> [...]."""
+        return self.ids[(rows @ self.directions.T).argmax(-1)]
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ class P4D(Attack):
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         words, table = scene.victim.words, scene.victim.table.detach()
-        usable = words.usable.to(table.device)
+        usable = UsableTokens(table, words.usable)
         slots = self._slots(scene)
         generator = scene.generator("p4d")
         pool = words.usable.nonzero()[:, 0]
@@ -120,25 +132,53 @@ class P4D(Attack):
                 goal = scene.original.denoise(
                     noisy, t, concept_condition[scene.live.to(table.device)]
                 )
-            total = 0.0
-            for i, row in enumerate(live):  # each has its own length and graph
-                tokens = nearest(soft[row].detach(), table, usable)
-                # its gradient is taken at the projected point
-                hard = soft[row] + (table[tokens] - soft[row]).detach()
-                condition = soft_embed(scene.victim, slots[row], tokens, hard)
-                prediction = scene.victim.denoise(noisy[i : i + 1], t[i : i + 1], condition)
-                loss = (prediction - goal[i : i + 1]).square().mean()
-                (soft[row].grad,) = torch.autograd.grad(loss, [soft[row]])
-                total += float(loss.detach())
+            of_live = [soft[row] for row in live]
+            condition = projected(scene.victim, [slots[row] for row in live], of_live, usable)
+            prediction = scene.victim.denoise(noisy, t, condition)
+            losses = (prediction - goal).square().flatten(1).mean(1)
+            gradients = torch.autograd.grad(losses.sum(), of_live)
+            for embeddings, gradient in zip(of_live, gradients, strict=True):
+                embeddings.grad = gradient
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             scene.spend("gradient steps", len(live))
             if step % self.every == 0 or step == self.steps:
                 texts = [
-                    words.texts(slots[r].fill(nearest(soft[r].detach(), table, usable)))[0]
-                    for r in live
+                    words.texts(slots[r].fill(usable.nearest(soft[r].detach())))[0] for r in live
                 ]
-                yield Round(scene.live, texts=texts, loss=total / len(live))
+                yield Round(scene.live, texts=texts, loss=float(losses.detach().mean()))
+
+
+def projected(
+    model: Model, slots: Sequence[Slots], soft: Sequence[Tensor], usable: UsableTokens
+) -> Condition:
+    """Encode prompts whose free tokens are those nearest to `soft`, each [1, k, width].
+
+    The gradient at the nearest tokens goes to `soft`. Prompts with the same number of free tokens
+    are encoded together.
+
+    Returns:
+        The conditions in the order of the prompts.
+    """
+    table = model.table.detach()
+    positions_by_length: dict[int, list[int]] = {}
+    for position, embeddings in enumerate(soft):
+        positions_by_length.setdefault(embeddings.shape[1], []).append(position)
+    parts = []
+    for positions in positions_by_length.values():
+        rows = torch.cat([soft[position] for position in positions])
+        tokens = usable.nearest(rows.detach())
+        hard = rows + (table[tokens] - rows).detach()
+        together = Slots(
+            torch.cat([slots[position].ids for position in positions]),
+            torch.cat([slots[position].places for position in positions]),
+        )
+        parts.append(soft_embed(model, together, tokens, hard))
+    order = torch.tensor([p for positions in positions_by_length.values() for p in positions])
+    back = order.argsort().to(table.device)
+    return Condition(
+        {name: torch.cat([part.tensors[name] for part in parts])[back] for name in parts[0].tensors}
+    )
 
 
 NAMED = {"p4d-n": {"variant": "N"}, "p4d-k": {"variant": "K"}}

@@ -15,7 +15,7 @@ The judge decides on the image. Only the erased model is used.
 The authors' code is OPTML-Group/Diffusion-MU-Attack, src/attackers/text_grad_.py: the search in
 lines 206-233, the hard sample and the clipped gradient in lines 240-255.
 
-Differences: the projection is exact (by sorting) where the authors' code bisects (lines 20-66).
+Differences: the projection is exact where the authors' code bisects (lines 20-66).
 Prompts are attacked in batches, each with its own P, Adam state and noise. The suite's sampler
 replaces the code's (LMS, src/tasks/classifier_.py, line 66).
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,31 +45,39 @@ from concept_eraser.models.vocabulary import Where
 def onto_simplex(rows: Tensor) -> Tensor:
     """The nearest points of the probability simplex: rows [..., V] -> [..., V].
 
-    max(a - mu, 0) with the mu at which they sum to 1, found by sorting (Held, Wolfe & Crowder
-    1974).
+    max(a - mu, 0) with the mu at which they sum to 1. mu rises from that of all entries to that of
+    the entries above it, until these stay the same (Michelot 1986). That is exact, and with a whole
+    vocabulary four times as fast as sorting.
     """
-    descending = rows.sort(dim=-1, descending=True).values
-    excess = descending.cumsum(-1) - 1
-    counts = torch.arange(1, rows.shape[-1] + 1, device=rows.device, dtype=rows.dtype)
-    support = (descending * counts > excess).sum(-1, keepdim=True).clamp(min=1)
-    mu = excess.gather(-1, support - 1) / support
-    return (rows - mu).clamp(min=0)
+    count = torch.full_like(rows[..., :1], rows.shape[-1])
+    mu = (rows.sum(-1, keepdim=True) - 1) / count
+    while True:
+        above = rows > mu
+        remaining = above.sum(-1, keepdim=True).clamp(min=1).to(rows.dtype)
+        if torch.equal(remaining, count):
+            return (rows - mu).clamp(min=0)
+        # rounding may not bring an entry back
+        mu = torch.maximum(mu, ((rows * above).sum(-1, keepdim=True) - 1) / remaining)
+        count = remaining
 
 
 class _Straight(torch.autograd.Function):
-    """Straight-through estimator.
+    """Straight-through estimator of the embeddings of sampled tokens.
 
-    The forward pass returns the hard one-hot rows. The backward pass gives their gradient, clipped
-    to [-1, 1], to the probabilities.
+    The forward pass returns the tokens' rows of the table, as their one-hot rows times the table.
+    The backward pass gives the gradient of these one-hot rows, clipped to [-1, 1], to the
+    probabilities.
     """
 
     @staticmethod
-    def forward(ctx: object, probabilities: Tensor, hard: Tensor) -> Tensor:
-        return hard
+    def forward(ctx: Any, probabilities: Tensor, tokens: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(table)
+        return table[tokens]
 
     @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].clamp(-1, 1), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (table,) = ctx.saved_tensors
+        return (gradients[0] @ table.T).clamp_(-1, 1), None, None
 
 
 def schedule(times: int, timesteps: int) -> list[int]:
@@ -152,9 +160,8 @@ class UnlearnDiffAtk(Attack):
             .view(len(live), self.k)
             .to(free.device)
         )
-        hard = torch.nn.functional.one_hot(tokens, free.shape[-1]).to(probabilities.dtype)
-        straight = _Straight.apply(probabilities, hard)  # type: ignore[no-untyped-call]
-        embeddings = straight @ scene.victim.table.detach()
+        table = scene.victim.table.detach()
+        embeddings = _Straight.apply(probabilities, tokens, table)  # type: ignore[no-untyped-call]
         condition = soft_embed(scene.victim, slots[rows], tokens, embeddings)  # type: ignore[index]
         times = torch.full((len(live),), t, device=free.device)
         noisy, target = scene.noised(live, times, generator)
