@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from concept_eraser.data.generate import Sampling, generate, seeds_for
 from concept_eraser.evaluation.judges.tiny import TinyJudge
@@ -117,3 +120,18 @@ def test_a_package_without_the_control_says_where_it_is(monkeypatch: pytest.Monk
     monkeypatch.setattr(resources, "tiny_control", lambda name: Path("nowhere") / name)
     with pytest.raises(UserError, match=r"from the repository, or train it: .*shape=heart"):
         load("tiny-sd-without-heart")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would train")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--unet-only", "--device", "cuda"], "there is no GPU here"),
+        (["--only", "judge", "--device", "cuda"], "--device is for --without and --unet-only"),
+    ],
+)
+def test_a_device_that_cannot_be_used_is_refused(options: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "concept_eraser.tiny.build", "--threads", "1", *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert message in result.stderr
