@@ -43,6 +43,10 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:150]}" if lines else type(error).__name__
 
 
+NEAREST = 6  # names that an error lists, where one is close to what was asked for
+ALL_NAMED = 20  # up to so many names are all listed
+
+
 def unknown(what: str, name: str, names: Iterable[str], *, hint: str = "") -> UserError:
     """Return an error such as `unknown method 'munbaa'; did you mean 'munba'? available: ...`."""
     return UserError(unknown_message(what, name, names, hint=hint))
@@ -50,12 +54,14 @@ def unknown(what: str, name: str, names: Iterable[str], *, hint: str = "") -> Us
 
 def unknown_message(what: str, name: str, names: Iterable[str], *, hint: str = "") -> str:
     options = sorted(set(names))
-    close = difflib.get_close_matches(str(name)[:200], options, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name)[:200], options, n=NEAREST, cutoff=0.5)
     guess = f"; did you mean {quote(close[0])}?" if close else ";"
-    return (
-        f"unknown {what} {quote(name)}{guess} available: "
-        f"{names_text(options, 100) or '(none)'}{'; ' + hint if hint else ''}"
-    )
+    if close and len(options) > ALL_NAMED:
+        others = f"others of the {len(options)}: {names_text(close[1:])}" if close[1:] else ""
+    else:
+        others = f"available: {names_text(options, 100) or '(none)'}"
+    end = "; ".join(filter(None, (others, hint)))
+    return f"unknown {what} {quote(name)}{guess} {end}".rstrip()
 
 
 def quote(value: object, limit: int = 200) -> str:
