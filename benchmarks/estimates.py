@@ -20,7 +20,7 @@ from studies.rendering.common import fill_blocks
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "estimates.json", HERE.parent / "docs" / "memory.md"
-LABEL = "estimates, not measured on a GPU"
+LABEL = "estimates, compared with one GPU"
 MODELS = {
     "sd14": ("Stable Diffusion 1.4", 512),
     "sdxl": ("SDXL", 1024),
