@@ -23,10 +23,8 @@ from concept_eraser.training.memory import Peak
 
 _LOG = logging.getLogger(__name__)
 TENSORS = 64  # of the small problem; what a method does tensor by tensor hardly counts
-SIZES = (
-    64,
-    256,
-)  # of a tensor; what grows otherwise, such as a matrix, cannot be counted in vectors
+# Of a tensor. What does not grow with it as a vector does, such as a matrix, is found by two sizes.
+SIZES = (64, 256)
 STEPS = 3  # some methods do more in their first steps, or alternate
 
 
