@@ -57,7 +57,7 @@ def unknown_message(what: str, name: str, names: Iterable[str], *, hint: str = "
     close = difflib.get_close_matches(str(name)[:200], options, n=NEAREST, cutoff=0.5)
     guess = f"; did you mean {quote(close[0])}?" if close else ";"
     if close and len(options) > ALL_NAMED:
-        others = f"others of the {len(options)}: {names_text(close[1:])}" if close[1:] else ""
+        others = f"similar ones of {len(options)}: {names_text(close[1:])}" if close[1:] else ""
     else:
         others = f"available: {names_text(options, 100) or '(none)'}"
     end = "; ".join(filter(None, (others, hint)))
