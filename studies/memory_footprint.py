@@ -29,7 +29,11 @@ EXAMPLES = 16
 
 
 def shorten(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe with few steps and images. Batches, parameters and method are unchanged."""
+    """Return the recipe with few steps and images.
+
+    Batches, parameters and method are unchanged. A method that searches for attacks before its
+    training has one step of each kind a round.
+    """
     short = json.loads(json.dumps(recipe))
     names = ("forget", "retain", "replace", "relearn", "attack")
     objectives = [short[key] for key in names if key in short]
@@ -40,6 +44,10 @@ def shorten(recipe: dict[str, Any]) -> dict[str, Any]:
         if "elastic" in objective:
             objective["elastic"]["n"] = EXAMPLES
     short["training"]["steps"], short["generation"]["steps"] = STEPS, 2
+    method = short.get("method", {})
+    if method.get("name") == "stereo":
+        method |= {"erase_steps": 1, "inner_steps": 1}
+        short["training"]["steps"] += 2 * method["rounds"]
     for key in ("watch", "finish"):
         short.pop(key, None)
     return short

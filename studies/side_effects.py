@@ -57,7 +57,7 @@ from concept_eraser.concepts import bundled
 from concept_eraser.concepts.plan import BUNDLED, make_plan
 from concept_eraser.data import generate, prompts
 from concept_eraser.data.prompts import Prompt
-from concept_eraser.models.base import Model
+from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.runs import concept_job
 from concept_eraser.tiny import painter
@@ -204,6 +204,7 @@ class Bench:
     ) -> None:
         """Measure a model, and store its result."""
         start, cache = time.monotonic(), self.work / "images" / key
+        onto_gpu(model)
         predicted = self.predict(model, part, cache)
         seconds = time.monotonic() - start
         self.results[key] = {

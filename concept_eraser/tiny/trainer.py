@@ -135,11 +135,11 @@ class Trainer:
         if self.ema_decay is None:
             return
         decay = min(self.ema_decay, (1 + step) / (10 + step))
-        for name, value in self.module.state_dict().items():
-            if value.is_floating_point():
-                self.ema[name].lerp_(value, 1 - decay)
-            else:
-                self.ema[name].copy_(value)
+        state = self.module.state_dict()
+        real = [name for name, value in state.items() if value.is_floating_point()]
+        torch._foreach_lerp_([self.ema[k] for k in real], [state[k] for k in real], 1 - decay)
+        for name in state.keys() - set(real):
+            self.ema[name].copy_(state[name])
 
     def _save(self, step: int, seconds: float) -> None:
         state = {
