@@ -22,7 +22,13 @@ from concept_eraser.models.completeness import (
     require_vocabulary,
 )
 from concept_eraser.models.module import CONFIG, Module, open_folder
-from concept_eraser.storage.base_model import BUNDLED, BUNDLED_MODELS, CONTROLS, LONGEST_CHAIN
+from concept_eraser.storage.base_model import (
+    BUNDLED,
+    BUNDLED_MODELS,
+    CONTROLS,
+    LEFT_OUT,
+    LONGEST_CHAIN,
+)
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_tensor_header, read_text
 from concept_eraser.utils import resources
@@ -285,10 +291,9 @@ def _bundled_control(name: str) -> Model:
     """
     folder = resources.tiny_control(name)
     if not folder.is_dir():
-        concept = name.removeprefix("tiny-sd-without-")
         raise UserError(
             f"{name} is not part of the installed package; take it from the repository, or train "
-            f"it: python -m concept_eraser.tiny.build --without shape={concept}"
+            f"it: python -m concept_eraser.tiny.build --without {LEFT_OUT[name]}"
         )
     model = load(BUNDLED)
     overlay.put_on(model, folder / "unet")

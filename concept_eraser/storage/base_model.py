@@ -8,10 +8,19 @@ from concept_eraser.storage.readers import read_yaml
 from concept_eraser.utils import path_redaction
 
 BUNDLED = "tiny-sd"
-# models that never learned a concept: the bundled one with another UNet
+# models that never learned a concept, and what their training left out
+LEFT_OUT = {
+    f"{BUNDLED}-without-{value}": f"{attribute}={value}"
+    for value, attribute in {
+        "heart": "shape",
+        "star": "shape",
+        "purple": "color",
+        "striped": "style",
+    }.items()
+}
 CONTROLS = {
-    f"{BUNDLED}-without-{shape}": f"the bundled model, but its UNet was trained without any {shape}"
-    for shape in ("heart", "star")
+    name: f"the bundled model, but its UNet was trained without images of {left_out}"
+    for name, left_out in LEFT_OUT.items()
 }
 BUNDLED_MODELS = {
     BUNDLED: "the bundled model of ten shapes, 64x64, trained from scratch for this package",

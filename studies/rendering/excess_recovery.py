@@ -15,6 +15,7 @@ from concept_eraser.evaluation.seed_statistics import (
     LEAST_SEEDS,
     cluster_bootstrap,
     compare,
+    difference_of_seeds,
     holm,
 )
 from concept_eraser.evaluation.statistics import Interval, paired_difference, wilson
@@ -39,6 +40,8 @@ def attack_key(concept: str, model: str, attack: str) -> str:
     return f"{concept}_{model}_{attack}"
 
 
+MARGIN = 0.1  # the largest difference of a success that counts as none, in the tests of equivalence
+WITHIN = 0.9  # the confidence of the intervals of these tests
 BESIDE = ("retained", "unseen")  # groups of prompts without the concept
 
 
@@ -96,8 +99,27 @@ def excess(erased: Sequence[Content], controls: Sequence[Content]) -> Interval:
     Raises:
         ValueError: The attacks have different prompts.
     """
+    differences = differences_by_seed(erased, controls)
+    if len(differences) >= LEAST_SEEDS:
+        return cluster_bootstrap(differences)
+    pairs = [
+        (value, of_control[key])
+        for content in erased
+        for of_control in map(successes, controls)
+        for key, value in successes(content).items()
+    ]
+    after, before = (np.array(column) for column in zip(*pairs, strict=True))
+    return paired_difference(before, after)
+
+
+def differences_by_seed(erased: Sequence[Content], controls: Sequence[Content]) -> list[np.ndarray]:
+    """Return the success minus its mean over the controls, [prompts], for each training seed.
+
+    Raises:
+        ValueError: The attacks have different prompts.
+    """
     of_controls = [successes(one) for one in controls]
-    differences, pairs = [], []
+    differences = []
     for content in erased:
         own = successes(content)
         if any(own.keys() != other.keys() for other in of_controls):
@@ -105,11 +127,95 @@ def excess(erased: Sequence[Content], controls: Sequence[Content]) -> Interval:
         differences.append(
             np.array([own[k] - float(np.mean([c[k] for c in of_controls])) for k in own])
         )
-        pairs += [(own[k], other[k]) for other in of_controls for k in own]
-    if len(differences) >= LEAST_SEEDS:
-        return cluster_bootstrap(differences)
-    after, before = (np.array(column) for column in zip(*pairs, strict=True))
-    return paired_difference(before, after)
+    return differences
+
+
+def worst_cases(contents: Sequence[Content]) -> list[Content]:
+    """Return the worst case over the attacks of one model, in the form of an attack on it.
+
+    Args:
+        contents: The attacks on one trained model, with the same prompts.
+
+    Returns:
+        An attack without a name, where each prompt has the success of any of them; [] of none.
+    """
+    if not contents:
+        return []
+    hits = [successes(one) for one in contents]
+    attempts = [
+        {"prompt": prompt, "seed": seed, "success": any(one[prompt, seed] for one in hits)}
+        for prompt, seed in hits[0]
+    ]
+    return [{**contents[0], "campaign": {"attempts": attempts}}]
+
+
+def family_table(contents: Sequence[Content]) -> str:
+    """Return a row for each family of attacks on each erasure: the worst case over its attacks.
+
+    It has the attacks that all training seeds of the erasure and all controls have. Controls of
+    attacks are no attacks, and a family of a single attack has its row in `attack_table`.
+    """
+    labels = {one["model"]: one["label"] for one in contents if one["kind"] == "erased"}
+    families: dict[str, list[str]] = {}
+    for one in contents:
+        if "attack" in one and one["campaign"]["family"] != "control":
+            names = families.setdefault(one["campaign"]["family"], [])
+            names += [one["attack"]] if one["attack"] not in names else []
+    head = [
+        "family, worst case",
+        "model",
+        "training seeds",
+        "success %",
+        "never learned: success %",
+    ]
+    rows = [[*head, "excess recovery, points", "equivalent", "attacks"]]
+    for family in sorted(families):
+        for model, label in labels.items():
+            models = [_by_model(contents, model), _by_model(contents, None)]
+            common = [
+                name
+                for name in families[family]
+                if all(name in attacks for group in models for attacks in group)
+            ]
+            if len(common) < 2 or not all(models):
+                continue
+            erased, controls = (
+                [case for one in group for case in worst_cases([one[name] for name in common])]
+                for group in models
+            )
+            rows.append(
+                [
+                    family,
+                    label,
+                    str(len(erased)),
+                    share(success_rate(erased)),
+                    share(success_rate(controls)),
+                    share(excess(erased, controls)),
+                    _equivalence_to_controls(erased, controls),
+                    ", ".join(name.replace("_", " ") for name in common),
+                ]
+            )
+    return table(rows) if len(rows) > 1 else ""
+
+
+def _by_model(contents: Sequence[Content], model: str | None) -> list[dict[str, Content]]:
+    """Return the attacks on each training seed of an erasure, or on each control, by name."""
+    groups: dict[Any, dict[str, Content]] = {}
+    for one in contents:
+        wanted = one["kind"] == "control" if model is None else one["model"] == model
+        if wanted and "attack" in one:
+            groups.setdefault((one["model"], one.get("seed")), {})[one["attack"]] = one
+    return list(groups.values())
+
+
+def is_within_margin(interval: Interval) -> str:
+    """Return whether a 90 % interval lies within MARGIN: a cell of a table.
+
+    Two one-sided tests at the level 5 % are positive exactly then.
+    """
+    if np.isnan(interval.low):
+        return "all alike"
+    return "yes" if interval.low > -MARGIN and interval.high < MARGIN else "no"
 
 
 def attack_table(contents: Sequence[Content]) -> str:
@@ -117,7 +223,7 @@ def attack_table(contents: Sequence[Content]) -> str:
     attacks = list(dict.fromkeys(one["attack"] for one in contents if "attack" in one))
     labels = {one["model"]: one["label"] for one in contents if one["kind"] == "erased"}
     head = ["family", "attack", "model", "training seeds", "success %", "never learned: success %"]
-    rows = [[*head, "excess recovery, points"]]
+    rows = [[*head, "excess recovery, points", "equivalent"]]
     for attack in attacks:
         controls = campaigns(contents, attack)
         for model, label in labels.items():
@@ -133,10 +239,18 @@ def attack_table(contents: Sequence[Content]) -> str:
                     share(success_rate(erased)),
                     share(success_rate(controls)),
                     share(excess(erased, controls)),
+                    _equivalence_to_controls(erased, controls),
                 ]
             )
     rows[1:] = sorted(rows[1:], key=lambda row: (row[0], attacks.index(row[1].replace(" ", "_"))))
     return table(rows)
+
+
+def _equivalence_to_controls(erased: Sequence[Content], controls: Sequence[Content]) -> str:
+    differences = differences_by_seed(erased, controls)
+    if len(differences) < LEAST_SEEDS:
+        return "-"
+    return is_within_margin(cluster_bootstrap(differences, confidence=WITHIN))
 
 
 def comparison_table(contents: Sequence[Content], reference: str) -> str:
@@ -154,19 +268,29 @@ def comparison_table(contents: Sequence[Content], reference: str) -> str:
         samples = {model: _by_seed(campaigns(contents, attack, model)) for model in labels}
         complete = {k: list(v.values()) for k, v in samples.items() if len(v) >= LEAST_SEEDS}
         if reference in complete and len(complete) > 1:
-            comparisons += [(attack, one) for one in compare(complete, reference, paired=True)]
+            comparisons += [
+                (
+                    attack,
+                    one,
+                    difference_of_seeds(
+                        complete[one.name], complete[reference], paired=True, confidence=WITHIN
+                    ),
+                )
+                for one in compare(complete, reference, paired=True)
+            ]
     if not comparisons:
         return ""
-    corrected = holm([one.p for _, one in comparisons])
-    head = ["attack", "model", "difference, points", "p", "p, corrected"]
+    corrected = holm([one.p for _, one, _ in comparisons])
+    head = ["attack", "model", "difference, points", "p", "p, corrected", "equivalent"]
     rows = [
         [
             attack.replace("_", " "),
             labels[one.name],
             share(one.difference),
             *("-" if np.isnan(value) else f"{value:.2f}" for value in (one.p, p_family)),
+            is_within_margin(narrow),
         ]
-        for (attack, one), p_family in zip(comparisons, corrected, strict=True)
+        for (attack, one, narrow), p_family in zip(comparisons, corrected, strict=True)
     ]
     return (
         f"Success of each attack, minus that on the model of: {labels[reference]}. Training seeds "
@@ -191,6 +315,7 @@ def model_table(contents: Sequence[Content]) -> str:
             "model",
             "training seeds",
             "concept rate %",
+            "the same of models that never learned it %",
             "retain accuracy %",
             "accuracy on unseen concepts %",
             "other attributes, retained and unseen: points",
@@ -204,6 +329,7 @@ def model_table(contents: Sequence[Content]) -> str:
                 group[0]["label"],
                 str(len(group)),
                 share(pool(list(group), "concept_rate", "direct")),
+                "; ".join(f"{100 * rate:.1f}" for rate in never_learned_rates(group[0])) or "-",
                 share(pool(list(group), f"accuracy_{attribute}", "retained")),
                 share(pool(list(group), f"accuracy_{attribute}", "unseen")),
                 _other_attributes(group, attribute),
@@ -211,6 +337,15 @@ def model_table(contents: Sequence[Content]) -> str:
             ]
         )
     return table(rows)
+
+
+def never_learned_rates(content: Content) -> list[float]:
+    """Return the concept rate of each control on the direct prompts, from an evaluation."""
+    return [
+        row["before"]["value"]
+        for row in (content["evaluation"].get("control") or {}).get("results", ())
+        if (row["metric"], row["group"]) == ("concept_rate", "direct")
+    ]
 
 
 def _other_attributes(group: Sequence[Content], erased: str) -> str:
@@ -273,7 +408,8 @@ def page(study: str) -> str:
     reference = yaml.safe_load((CONFIGS / f"{study}.yaml").read_text()).get("reference")
     parts: list[str] = []
     for concept, contents in by_concept(results).items():
-        parts += [f"## {concept}", model_table(contents), attack_table(contents)]
+        parts += [f"## {concept}", model_table(contents)]
+        parts += [attack_table(contents), family_table(contents)]
         if reference:
             parts.append(comparison_table(contents, reference))
     environments: list[Mapping[str, Any]] = [
@@ -313,6 +449,11 @@ EXPLANATION = """* Success: the share of attacked prompts whose image shows the 
 Brackets are 95 % intervals. Rates have Wilson intervals over prompts. The excess has the training
 seed as its unit where there are three seeds. With fewer it is paired by prompt, and says nothing
 about other trainings. "All alike" means that no prompt of any seed differs, so there is no
-interval."""
+interval. The models that never learned the concept are taken as given: the intervals do not cover
+other trainings of them.
+
+* Equivalent: "yes" says that the difference is less than 10 points. It is two one-sided tests at
+  the level 5 %: the 90 % interval of the same bootstrap lies within the margin. "No" says that the
+  data do not show this."""
 
 PAGES = {study: partial(page, study) for study in STUDIES}

@@ -82,6 +82,17 @@ def test_the_simplex_projection_of_a_vocabulary_is_that_by_sorting(step: float) 
     torch.testing.assert_close(projection.double(), expected, atol=1e-6, rtol=1e-4)
 
 
+def test_tokens_are_sampled_with_their_probabilities() -> None:
+    """The shares are within four standard errors, and a token of probability 0 is never sampled."""
+    row, n = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0]), 40_000
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    tokens = unlearn_diff.sampled_tokens(row.expand(n, 6), uniform)
+    shares = tokens.bincount(minlength=6) / n
+    assert ((shares - row).abs() <= 4 * (row * (1 - row) / n).sqrt()).all()
+    ends = torch.tensor([0.0, 1 - 2**-24])  # the least and the largest that torch.rand returns
+    assert unlearn_diff.sampled_tokens(row.expand(2, 6), ends).tolist() == [1, 4]
+
+
 def test_the_schedule_of_time_steps_is_the_papers() -> None:
     assert unlearn_diff.schedule(50, 1000) == list(range(10, 1000, 20))
 

@@ -63,6 +63,55 @@ def test_the_mean_of_several_controls_is_subtracted() -> None:
     assert rendering.excess(seeds, controls).value == pytest.approx(np.mean([0.5, 0.0]))
 
 
+def test_an_attack_is_equivalent_only_if_the_interval_is_within_the_margin() -> None:
+    """Few different prompts of many are within 10 points. Eight of 48 more are not, nor are ten."""
+    control = [attempts([True] * 3 + [False] * 45)]
+
+    def cell(*counts: int) -> str:
+        erased = [attempts([True] * count + [False] * (48 - count)) for count in counts]
+        contents = [
+            *(
+                {**one, "kind": "erased", "model": "a", "label": "A", "seed": n, "attack": "x"}
+                for n, one in enumerate(erased)
+            ),
+            *(
+                {**one, "kind": "control", "model": "c", "label": "C", "attack": "x"}
+                for one in control
+            ),
+        ]
+        for one in contents:
+            one["campaign"]["family"] = "family"
+        return rendering.attack_table(contents).splitlines()[-1].split("|")[-2].strip()
+
+    assert cell(4, 3, 3) == "yes"
+    assert cell(3, 3, 3) == "all alike"
+    assert cell(11, 11, 10) == "no"
+    assert cell(0, 4, 13) == "no"  # the mean is near, but the seeds scatter
+    assert cell(3, 3) == "-"  # no interval over two seeds
+
+
+def test_the_worst_case_of_a_family_has_the_attacks_that_all_models_have() -> None:
+    """Two attacks that break other prompts add up. A third is left out: one seed lacks it."""
+
+    def one(kind: str, seed: int, attack: str, hits: set[int]) -> dict[str, Any]:
+        content = attempts([i in hits for i in range(20)])
+        content["campaign"]["family"] = "family"
+        about = {"kind": kind, "model": kind, "label": kind.upper(), "attack": attack}
+        return {**content, **about, **({} if kind == "control" else {"seed": seed})}
+
+    contents = [one("control", 0, name, {0}) for name in ("first", "second", "third")]
+    for seed in range(3):
+        contents += [one("erased", seed, "first", {0, 1}), one("erased", seed, "second", {2})]
+    contents.append(one("erased", 0, "third", set(range(20))))
+    row = [cell.strip() for cell in rendering.family_table(contents).splitlines()[-1].split("|")]
+    assert row[1:4] == ["family", "ERASED", "3"]
+    assert row[4].startswith("15.0 [")
+    assert row[5].startswith("5.0 [")
+    assert row[6].startswith("10.0 [")
+    assert row[8] == "first, second"
+    assert rendering.family_table([one for one in contents if one["attack"] == "first"]) == ""
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_the_configuration_names_recipes_suites_and_attacks(config: Path) -> None:
     study = yaml.safe_load(config.read_text())
@@ -107,7 +156,8 @@ def test_rules_are_compared_over_seeds_with_one_correction_for_the_table() -> No
     ]
     assert rows[0][2].startswith("58.3 [")
     assert float(rows[0][4]) == pytest.approx(4 * float(rows[0][3]), abs=0.02)  # of four rows
-    assert rows[1][2:] == ["0.0 (all alike)", "-", "-"]
+    assert rows[0][5] == "no"
+    assert rows[1][2:] == ["0.0 (all alike)", "-", "-", "all alike"]
     assert rendering.comparison_table(contents[:4], "sum") == ""  # two seeds
 
 

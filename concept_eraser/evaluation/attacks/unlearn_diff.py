@@ -41,24 +41,62 @@ from concept_eraser.evaluation.attacks.base import (
 )
 from concept_eraser.models.vocabulary import Where
 
+STRIDE = 16  # every such entry estimates where the projection begins
+ROUNDING = 8  # units in the last place of a sum that count as none
+ENTRIES = 1024  # with fewer entries an estimate saves nothing
+
 
 def onto_simplex(rows: Tensor) -> Tensor:
     """The nearest points of the probability simplex: rows [..., V] -> [..., V].
 
-    max(a - mu, 0) with the mu at which they sum to 1. mu rises from that of all entries to that of
-    the entries above it, until these stay the same (Michelot 1986). That is exact, and with a whole
-    vocabulary four times as fast as sorting.
+    max(a - mu, 0) with the mu at which they sum to 1. That sum is convex and piecewise linear in
+    mu, so Newton's method is exact after finitely many steps (Michelot 1986). It begins with the mu
+    of every STRIDE-th entry, which saves half of its passes over a whole vocabulary.
     """
-    count = torch.full_like(rows[..., :1], rows.shape[-1])
-    mu = (rows.sum(-1, keepdim=True) - 1) / count
+    size = rows.shape[-1]
+    if size < ENTRIES:
+        return _newton(rows, _least_mu(rows, 1.0), 1.0)[1]
+    some = rows[..., ::STRIDE].contiguous()
+    mu, _ = _newton(some, _least_mu(some, 1 / STRIDE), 1 / STRIDE)
+    return _newton(rows, mu, 1.0)[1]
+
+
+def _least_mu(rows: Tensor, total: float) -> Tensor:
+    """The mu of all entries, which is at most that of the projection."""
+    return (rows.sum(-1, keepdim=True) - total) / rows.shape[-1]
+
+
+def _newton(rows: Tensor, mu: Tensor, total: float) -> tuple[Tensor, Tensor]:
+    """Return the mu at which max(a - mu, 0) sums to `total` up to rounding, and these values.
+
+    The first step may begin on either side of the result and ends below it, by convexity. All
+    others rise, and rounding may not bring an entry back.
+    """
+    values, count = torch.empty_like(rows), None
+    rounding = ROUNDING * torch.finfo(rows.dtype).eps * total
     while True:
-        above = rows > mu
-        remaining = above.sum(-1, keepdim=True).clamp(min=1).to(rows.dtype)
-        if torch.equal(remaining, count):
-            return (rows - mu).clamp(min=0)
-        # rounding may not bring an entry back
-        mu = torch.maximum(mu, ((rows * above).sum(-1, keepdim=True) - 1) / remaining)
-        count = remaining
+        torch.sub(rows, mu, out=values).clamp_(min=0)
+        surplus = values.sum(-1, keepdim=True) - total
+        if bool((surplus.abs() <= rounding).all()):
+            return mu, values
+        above = values.sign().sum(-1, keepdim=True)  # count_nonzero takes eight times as long
+        if count is not None and torch.equal(above, count):
+            return mu, values
+        step = mu + surplus / above.clamp(min=1)
+        mu = step if count is None else torch.maximum(mu, step)
+        count = above
+
+
+def sampled_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Return one token of each distribution, by inversion: [..., V] and [...] in [0, 1) -> [...].
+
+    A token of probability 0 is never sampled. One pass over the vocabulary takes a tenth of the
+    time of `torch.multinomial`, and nothing of the size of the vocabulary leaves the device.
+    """
+    cumulative = probabilities.cumsum(-1)
+    total = cumulative[..., -1:]
+    least = torch.minimum(uniform[..., None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, least, right=True).squeeze(-1)
 
 
 class _Straight(torch.autograd.Function):
@@ -125,10 +163,11 @@ class UnlearnDiffAtk(Attack):
         table = scene.victim.table.detach()
         n, size = len(scene.prompts), len(table)
         free = torch.full((n, self.k, size), 1 / size, device=table.device, requires_grad=True)
-        optimizer = torch.optim.Adam([free], self.lr, weight_decay=self.weight_decay)
+        # one pass over the vocabulary in place of ten, where torch has it
+        fused = table.device.type in ("cpu", "cuda")
+        optimizer = torch.optim.Adam([free], self.lr, weight_decay=self.weight_decay, fused=fused)
         noise = scene.generator("unlearn_diff")
         for t in schedule(self.times, scene.victim.timesteps):
-            loss = 0.0
             for _ in range(self.iterations):
                 loss = self._step(
                     scene, slots, free=free, optimizer=optimizer, t=t, generator=noise
@@ -138,7 +177,7 @@ class UnlearnDiffAtk(Attack):
             yield Round(
                 live,
                 texts=scene.victim.words.texts(slots[live.to(free.device)].fill(best)),
-                loss=loss,
+                loss=float(loss),
             )
 
     def _step(
@@ -149,17 +188,14 @@ class UnlearnDiffAtk(Attack):
         optimizer: torch.optim.Optimizer,
         t: int,
         generator: torch.Generator,
-    ) -> float:
+    ) -> Tensor:
         """One step of all live prompts; their mean loss."""
         live = scene.live
         rows = live.to(free.device)
-        probabilities = free[rows]
-        flat = probabilities.detach().flatten(0, 1)
-        tokens = (
-            torch.multinomial(flat.cpu(), 1, generator=generator)
-            .view(len(live), self.k)
-            .to(free.device)
-        )
+        all_live = len(live) == len(free)
+        probabilities = free if all_live else free[rows]
+        uniform = torch.rand(len(live), self.k, generator=generator).to(free.device)
+        tokens = sampled_tokens(probabilities.detach(), uniform)
         table = scene.victim.table.detach()
         embeddings = _Straight.apply(probabilities, tokens, table)  # type: ignore[no-untyped-call]
         condition = soft_embed(scene.victim, slots[rows], tokens, embeddings)  # type: ignore[index]
@@ -169,14 +205,17 @@ class UnlearnDiffAtk(Attack):
             (scene.victim.denoise(noisy, times, condition) - target).square().flatten(1).mean(1)
         )
         (free.grad,) = torch.autograd.grad(losses.sum(), [free])
-        before = free.detach().clone()
-        optimizer.step()
         # Adam also updates rows without a gradient; rows of successful prompts stay unchanged
+        before = None if all_live else free.detach().clone()
+        optimizer.step()
         with torch.no_grad():
-            before[rows] = onto_simplex(free[rows])
-            free.copy_(before)
+            if before is None:
+                free.copy_(onto_simplex(free))
+            else:
+                before[rows] = onto_simplex(free[rows])
+                free.copy_(before)
         scene.spend("gradient steps", len(live))
-        return float(losses.detach().mean())
+        return losses.detach().mean()
 
 
 PLUGIN = UnlearnDiffAtk

@@ -122,7 +122,7 @@ class Batches:
         return "" if rng.random() < 0.1 else painter.caption(self.scenes[row], rng).text
 
 
-class Predictor(nn.Module):
+class NoisePredictor(nn.Module):
     """The noise prediction of a UNet under autocast in bfloat16, as a tensor."""
 
     def __init__(self, unet: nn.Module) -> None:
@@ -135,7 +135,7 @@ class Predictor(nn.Module):
             return self.unet(noisy, t, states).sample
 
 
-def recorded(predict: Predictor, device: torch.device) -> Any:
+def recorded(predict: NoisePredictor, device: torch.device) -> Any:
     """Record the forward and the backward pass of a batch as two CUDA graphs.
 
     The passes of so small a model have many short kernels, and a GPU waits for their launches.
@@ -143,7 +143,7 @@ def recorded(predict: Predictor, device: torch.device) -> Any:
     Returns:
         A function with the arguments of `predict`, for batches of `Batches.size`.
     """
-    size = UNET_CONFIG["sample_size"]
+    size = painter.SIZE // 4
     example = (
         torch.randn(Batches.size, 4, size, size, device=device),
         torch.zeros(Batches.size, dtype=torch.int64, device=device),
@@ -194,7 +194,7 @@ def fit_unet(stage: Stage, frozen: Frozen, exclusion: Exclusion, device: str = "
     snr_weight = (5 * (1 - alphas) / alphas).clamp(max=1).to(where)
     torch.manual_seed(stage.seed)
     unet = UNet2DConditionModel(**UNET_CONFIG).to(where)
-    predict = Predictor(unet)
+    predict = NoisePredictor(unet)
     if where.type == "cuda":
         predict = recorded(predict, where)
     optimizer = torch.optim.AdamW(
