@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 
 from concept_eraser.concepts import bundled
 from concept_eraser.data.generate import Sampling, generate, seeds_for
@@ -20,7 +22,14 @@ from concept_eraser.storage.base_model import CONTROLS, LEFT_OUT
 from concept_eraser.tiny import painter
 from concept_eraser.tiny.control import Control, hash_of
 from concept_eraser.tiny.exclusion import Exclusion
-from concept_eraser.tiny.stages.unet import STEPS, Batches
+from concept_eraser.tiny.stages.base import WIDTH
+from concept_eraser.tiny.stages.unet import (
+    STEPS,
+    UNET_CONFIG,
+    Batches,
+    NoisePredictor,
+    recorded,
+)
 from concept_eraser.tiny.trainer import step_rng
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
@@ -130,6 +139,22 @@ def test_a_package_without_the_control_says_where_it_is(monkeypatch: pytest.Monk
     monkeypatch.setattr(resources, "tiny_control", lambda name: Path("nowhere") / name)
     with pytest.raises(UserError, match=r"from the repository, or train it: .*shape=heart"):
         load("tiny-sd-without-heart")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_recorded_passes_have_the_gradients_of_launched_ones() -> None:
+    torch.manual_seed(0)
+    launched = NoisePredictor(UNet2DConditionModel(**UNET_CONFIG)).cuda()
+    copied = copy.deepcopy(launched)
+    graph = recorded(copied, torch.device("cuda"))
+    size = painter.SIZE // 4
+    noisy = torch.randn(Batches.size, 4, size, size, device="cuda")
+    t = torch.randint(0, 1000, (Batches.size,), device="cuda")
+    states = torch.randn(Batches.size, 77, WIDTH, device="cuda")
+    for predict in (launched, graph):
+        predict(noisy, t, states).float().square().mean().backward()
+    for one, other in zip(launched.parameters(), copied.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0.05, atol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would train")
