@@ -187,11 +187,7 @@ def family_table(contents: Sequence[Content]) -> str:
                 [
                     family,
                     label,
-                    str(len(erased)),
-                    share(success_rate(erased)),
-                    share(success_rate(controls)),
-                    share(excess(erased, controls)),
-                    _equivalence_to_controls(erased, controls),
+                    *_beside_controls(erased, controls),
                     ", ".join(name.replace("_", " ") for name in common),
                 ]
             )
@@ -235,22 +231,24 @@ def attack_table(contents: Sequence[Content]) -> str:
                     erased[0]["campaign"]["family"],
                     attack.replace("_", " "),
                     label,
-                    str(len(erased)),
-                    share(success_rate(erased)),
-                    share(success_rate(controls)),
-                    share(excess(erased, controls)),
-                    _equivalence_to_controls(erased, controls),
+                    *_beside_controls(erased, controls),
                 ]
             )
     rows[1:] = sorted(rows[1:], key=lambda row: (row[0], attacks.index(row[1].replace(" ", "_"))))
     return table(rows)
 
 
-def _equivalence_to_controls(erased: Sequence[Content], controls: Sequence[Content]) -> str:
+def _beside_controls(erased: Sequence[Content], controls: Sequence[Content]) -> list[str]:
+    """Return the cells of an attack: seeds, both success rates, the excess and its equivalence."""
     differences = differences_by_seed(erased, controls)
-    if len(differences) < LEAST_SEEDS:
-        return "-"
-    return is_within_margin(cluster_bootstrap(differences, confidence=WITHIN))
+    enough = len(differences) >= LEAST_SEEDS
+    return [
+        str(len(erased)),
+        share(success_rate(erased)),
+        share(success_rate(controls)),
+        share(excess(erased, controls)),
+        is_within_margin(cluster_bootstrap(differences, confidence=WITHIN)) if enough else "-",
+    ]
 
 
 def comparison_table(contents: Sequence[Content], reference: str) -> str:
