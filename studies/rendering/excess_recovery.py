@@ -130,23 +130,17 @@ def differences_by_seed(erased: Sequence[Content], controls: Sequence[Content]) 
     return differences
 
 
-def worst_cases(contents: Sequence[Content]) -> list[Content]:
-    """Return the worst case over the attacks of one model, in the form of an attack on it.
+def worst_of(contents: Sequence[Content]) -> Content:
+    """Return the worst case over attacks on one model, in the form of an attack on it.
 
-    Args:
-        contents: The attacks on one trained model, with the same prompts.
-
-    Returns:
-        An attack without a name, where each prompt has the success of any of them; [] of none.
+    Each prompt has the success of any of the attacks, which have the same prompts.
     """
-    if not contents:
-        return []
     hits = [successes(one) for one in contents]
     attempts = [
         {"prompt": prompt, "seed": seed, "success": any(one[prompt, seed] for one in hits)}
         for prompt, seed in hits[0]
     ]
-    return [{**contents[0], "campaign": {"attempts": attempts}}]
+    return {**contents[0], "campaign": {"attempts": attempts}}
 
 
 def family_table(contents: Sequence[Content]) -> str:
@@ -180,8 +174,7 @@ def family_table(contents: Sequence[Content]) -> str:
             if len(common) < 2 or not all(models):
                 continue
             erased, controls = (
-                [case for one in group for case in worst_cases([one[name] for name in common])]
-                for group in models
+                [worst_of([one[name] for name in common]) for one in group] for group in models
             )
             rows.append(
                 [

@@ -82,6 +82,14 @@ def test_the_simplex_projection_of_a_vocabulary_is_that_by_sorting(step: float) 
     torch.testing.assert_close(projection.double(), expected, atol=1e-6, rtol=1e-4)
 
 
+def test_the_simplex_projection_of_rows_that_are_not_finite_ends() -> None:
+    rows = torch.full((2, 2000), 1 / 2000)
+    rows[0, 3] = torch.nan
+    projection = unlearn_diff.onto_simplex(rows)
+    assert projection[0].isnan().any()
+    torch.testing.assert_close(projection[1], rows[1])
+
+
 def test_tokens_are_sampled_with_their_probabilities() -> None:
     """The shares are within four standard errors, and a token of probability 0 is never sampled."""
     row, n = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3, 0.0]), 40_000

@@ -80,7 +80,8 @@ def _newton(rows: Tensor, mu: Tensor, total: float) -> tuple[Tensor, Tensor]:
         if bool((surplus.abs() <= rounding).all()):
             return mu, values
         above = values.sign().sum(-1, keepdim=True)  # count_nonzero takes eight times as long
-        if count is not None and torch.equal(above, count):
+        # equal_nan: a row that is not finite ends too
+        if count is not None and torch.allclose(above, count, rtol=0, atol=0, equal_nan=True):
             return mu, values
         step = mu + surplus / above.clamp(min=1)
         mu = step if count is None else torch.maximum(mu, step)
