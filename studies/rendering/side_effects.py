@@ -489,6 +489,8 @@ def page() -> str:
     parts = [*_matrix_part(results, labels), *_sequence_part(results, labels)]
     environments = [content["environment"] for content in results.values()]
     commits = sorted({str(environment["commit"])[:12] for environment in environments})
+    versions = sorted({str(environment["versions"]["torch"]) for environment in environments})
+    devices = sorted({str(environment["device"]) for environment in environments})
     settings = next(iter(results.values()))["settings"]
     body = "\n\n".join(parts)
     return f"""# {study["title"]}
@@ -498,12 +500,11 @@ The judge is {settings["judge"]}. Each run has the training seed {settings["seed
 95 %: Wilson's for shares, paired for differences. They do not cover the choice of the training
 seed.
 
+{notes(STUDY)}
+
 {body}
 
-Commits {", ".join(commits)}; torch {environments[0]["versions"]["torch"]};
-{environments[0]["device"]}.
-
-{notes(STUDY)}
+Commits {", ".join(commits)}; torch {", ".join(versions)}; {", ".join(devices)}.
 """
 
 
