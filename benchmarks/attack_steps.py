@@ -36,7 +36,7 @@ from concept_eraser.models.loading import load
 from concept_eraser.models.vocabulary import Slots
 from concept_eraser.storage.writers import write_text
 from concept_eraser.utils import provenance
-from studies.rendering.common import fill_blocks, table
+from studies.rendering.common import fill_blocks, machine_note, table
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "attack_steps.json", HERE / "README.md"
@@ -155,12 +155,7 @@ def block(content: dict[str, Any]) -> str:
         ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*one["ratio"])
         passes, bare = ", ".join(one["passes"]), f"{one['bare_cpu_seconds']:.3f}"
         lines.append([one["attack"], str(one["batch"]), passes, bare, ratio, str(one["n"])])
-    where = content["environment"]
-    note = (
-        f"tiny-sd, torch {where['versions']['torch']}, {where['threads']} thread of "
-        f"{where['cpu_count']} cores; state of the machine: {content['state']}."
-    )
-    return f"{table(lines)}\n\n{note}"
+    return f"{table(lines)}\n\ntiny-sd, {machine_note(content)}"
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ from concept_eraser.training.engine import Engine, Schedule
 from concept_eraser.training.log import Log
 from concept_eraser.utils import provenance
 from concept_eraser.utils.provenance import derive_seed
-from studies.rendering.common import fill_blocks
+from studies.rendering.common import fill_blocks, machine_note
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "floor.json", HERE / "README.md"
@@ -298,14 +298,7 @@ def table(content: dict[str, Any]) -> str:
             f"| {model}, {PIXELS[row['model']]} px | {row['trained']} | {row['batch']} | "
             f"{row[key]['floor']:.3f} | {ratios} | {row['n']} |"
         )
-    where = content["environment"]
-    place = (
-        f"{where['threads']} thread of {where['cpu_count']} cores"
-        if key == "cpu_seconds"
-        else where["device"]
-    )
-    note = f"torch {where['versions']['torch']}, {place}; state of the machine: {content['state']}."
-    return "\n".join([*lines, "", note])
+    return "\n".join([*lines, "", machine_note(content)])
 
 
 def render(page: str, content: dict[str, Any]) -> str:

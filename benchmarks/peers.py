@@ -67,7 +67,7 @@ from concept_eraser.training.memory import Peak
 from concept_eraser.utils import provenance
 from concept_eraser.utils.progress import silent
 from concept_eraser.utils.provenance import derive_seed
-from studies.rendering.common import fill_blocks
+from studies.rendering.common import fill_blocks, machine_note
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "peers.json", HERE / "README.md"
@@ -567,7 +567,6 @@ def table(content: dict[str, Any]) -> str:
 
 def note(content: dict[str, Any]) -> str:
     """Return the sentence below the table. All rows have the same settings."""
-    where = content["environment"]
     times, concept = (
         [row[part] for row in content["rows"] if part in row] for part in ("time", "concept")
     )
@@ -585,11 +584,7 @@ def note(content: dict[str, Any]) -> str:
         ]
     for versions in [row["versions"] for row in times if "versions" in row]:
         text.append(", ".join(f"{name} {version}" for name, version in versions.items()))
-    return (
-        "; ".join(text)
-        + f". This package: torch {where['versions']['torch']}, {where['threads']} thread of "
-        f"{where['cpu_count']} cores; state of the machine: {content['state']}."
-    )
+    return f"{'; '.join(text)}. This package: {machine_note(content)}"
 
 
 def _only(rows: list[dict[str, Any]], key: str) -> Any:

@@ -36,7 +36,7 @@ from concept_eraser.training.closure import LossClosure
 from concept_eraser.training.engine import Engine, Schedule
 from concept_eraser.training.log import Log
 from concept_eraser.utils import provenance
-from studies.rendering.common import fill_blocks, table
+from studies.rendering.common import fill_blocks, machine_note, table
 
 HERE = Path(__file__).parent
 FILE, PAGE = HERE / "step_parts.json", HERE / "README.md"
@@ -148,12 +148,7 @@ def block(content: dict[str, Any]) -> str:
                 str(row["n"]),
             ]
         )
-    where = content["environment"]
-    note = (
-        f"tiny-sd, torch {where['versions']['torch']}, {where['threads']} thread of "
-        f"{where['cpu_count']} cores; state of the machine: {content['state']}."
-    )
-    return f"{table(rows)}\n\n{note}"
+    return f"{table(rows)}\n\ntiny-sd, {machine_note(content)}"
 
 
 def main() -> None:

@@ -150,6 +150,15 @@ def mean(runs: list[dict], metric: str, group: str, when: str) -> float:
     return sum(row[when]["value"] for row in rows) / len(rows)
 
 
+def machine_note(content: Mapping[str, Any]) -> str:
+    """Return where a benchmark was measured: torch, threads or the GPU, and what else ran."""
+    where = content["environment"]
+    cores = f"{where['threads']} thread of {where['cpu_count']} cores"
+    place = cores if where["device"] == "cpu" else where["device"]
+    torch_version = where["versions"]["torch"]
+    return f"torch {torch_version}, {place}; state of the machine: {content['state']}."
+
+
 def table(rows: list[list[str]]) -> str:
     """Return rows of cells as a Markdown table. The first row is the head."""
     head, *body = rows

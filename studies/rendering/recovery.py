@@ -70,6 +70,7 @@ def block() -> str:
 
 def figures() -> dict[Path, Figure]:
     """Return the figure of the README: the success of each attack, in percent with intervals."""
+    labels = _labels()
     content = [
         [
             concept,
@@ -78,7 +79,7 @@ def figures() -> dict[Path, Figure]:
                     ATTACKS.get(attack, attack.replace("_", " ")),
                     [
                         [label, *_values(success_rate(found))]
-                        for model, label in _labels().items()
+                        for model, label in labels.items()
                         if (found := campaigns(contents, attack, model))
                     ],
                 ]

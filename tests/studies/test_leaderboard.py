@@ -21,7 +21,7 @@ import concept_eraser
 from concept_eraser import registry
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
-from studies import leaderboard, result_tables, runs, selection, study
+from studies import leaderboard, memory_footprint, result_tables, runs, selection, study
 from studies.rendering import (
     equal_seconds,
     figures,
@@ -570,6 +570,16 @@ def test_the_memory_of_three_steps_is_measured_above_the_memory_before(tmp_path:
     expected_mb = 4 * 3.7e6 * 4 / 2**20
     assert sizes["all"]["steps_mb"] - sizes["cross_attention"]["steps_mb"] > 0.5 * expected_mb
     assert sizes["masked"]["steps_mb"] > 0.8 * sizes["all"]["steps_mb"]
+
+
+def test_the_memory_of_a_method_that_searches_is_measured_in_few_steps() -> None:
+    """STEREO's search has two kinds of steps in each round, before its erasure."""
+    shortened = memory_footprint.shorten(recipe.load("tiny_star_stereo").resolved())
+    short = recipe.validate(shortened, "the recipe")
+    rounds = shortened["method"]["rounds"]
+    assert short.training.steps == memory_footprint.STEPS + 2 * rounds
+    plain = memory_footprint.shorten(recipe.load("tiny_star_munba").resolved())
+    assert recipe.validate(plain, "the recipe").training.steps == memory_footprint.STEPS
 
 
 TABLE = result_tables.table("tiny_leaderboard")
