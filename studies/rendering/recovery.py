@@ -59,7 +59,7 @@ def block() -> str:
     concepts = _in_order()
     if not concepts:
         return ""
-    rows = [["default / never learned", *concepts]]
+    rows = [["prompts whose image shows it: default / never learned", *concepts]]
     rows.append(["by its name", *map(_by_name, concepts.values())])
     rows += [
         [title, *(_pair(contents, attack) for contents in concepts.values())]
