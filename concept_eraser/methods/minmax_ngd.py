@@ -26,6 +26,9 @@ Deliberate differences from the paper:
   and 0.
 * The code adds the weight decay to the gradient before P^-1 (YiwenShaoStephen/NGD-SGD, ngd.py,
   class NGD). Here the optimizer adds it to the preconditioned gradient.
+* The code updates the factors at each of its first ten steps, then at every fourth, and applies
+  those from before the present gradient (ngd.py, lines 240-243, 366 and 394-398). Here they are
+  updated at every fourth step from the start, with the present gradient.
 * Axes of up to 512 entries have dense factors. Longer axes are not preconditioned (the code keeps
   low-rank factors).
 * The result is theta. The paper's option to release theta_sm instead is not offered.
@@ -69,10 +72,10 @@ class MinMaxNGD(Method):
         "forget_steps": "ours",
         "retain_steps": "ours",
         "pull": "ours: none",
-        "average": "ours",
-        "memory": "ours",
-        "smoothing": "ours",
-        "period": "ours",
+        "average": "the paper",
+        "memory": "its code",
+        "smoothing": "its code",
+        "period": "its code",
     }
 
     forget_steps: int = 1

@@ -20,11 +20,11 @@ halved, at most five times, where (I - s (I + H)) v is longer than v.
 The paper's text was not read here. The authors' code is AntigoneRandy/ResAlign, src/train/. The
 loss is train.py, lines 531-552. In hypergrad.py the fine-tuning is lines 411-518, the proximal term
 lines 532-549, and the fixed point lines 44-284. The defaults are those of scripts/train.sh and
-configs/config0.json.
+configs/config3.json.
 
 Deliberate differences from the code:
 * The code draws three of its fifteen fine-tunings in each step. They differ in data, optimizer and
-  learning rate, and some have a term of prior preservation. Here there is one fine-tuning.
+  learning rate, and one has a term of prior preservation. Here there is one fine-tuning.
 * The fine-tuning and H have the step's own batch of `relearn`. The code draws new images for each
   step and for H.
 * The Hessian products are exact in the code. Here they are central differences by default.
@@ -73,9 +73,9 @@ class ResAlign(Method):
     title: ClassVar[str] = "ResAlign: unlearning that survives fine-tuning"
     source: ClassVar[str] = "arXiv 2507.16302"
     defaults: ClassVar[Mapping[str, str]] = {
-        "inner_steps": "its code (configs/config0.json)",
-        "inner_lr": "its code (configs/config0.json)",
-        "inner_optimizer": "its code (configs/config0.json)",
+        "inner_steps": "its code (configs/config3.json)",
+        "inner_lr": "its code (configs/config3.json)",
+        "inner_optimizer": "its code (configs/config3.json)",
         "lam": "its command",
         "retain": "its command",
         "terms": "its code",

@@ -22,12 +22,16 @@ erasure is robustly_erase_once, with normalized_compositional_guidance of utils/
 are those of train.py: R = 4, n = 200, 3000 steps of inversion at 5e-3.
 
 Deliberate differences from the code:
+* The anchor is the recipe's, in `tiny_star_stereo` the prompt with another concept. The code draws
+  an anchor in each step from utils/anchor_prompts.json, independently of the erased prompt. Its
+  anchors name the erased concept in other surroundings.
 * An attack is an offset of the prompt's states, one for all prompts, from 0. The code learns the
   embedding of a new token, from that of a word such as "person".
 * In the search the target is the original model's prediction. In the code it is that of the model
   at the start of the round. With its default guidance of 2 both are for the empty prompt.
 * x_t is a noised image of the concept. The code samples x_t by the model in training.
-* Adam without weight decay for the attack; the code has AdamW.
+* Adam without weight decay for the attack; the code has AdamW. The optimizer of the weights starts
+  anew once, after the search; in the code it starts anew in each round.
 * Both stages have the learning rate of the recipe. The code has 5e-6 and 2e-5.
 * A retain loss is possible, with the weight `retain`. The code has none, which is the default.
 """

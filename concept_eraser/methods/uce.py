@@ -17,9 +17,9 @@ generated or trained.
 MACE's closed-form refinement (Mass Concept Erasure, arXiv 2403.06135) is the same problem with
 other tokens. It edits the tokens beside the concept, into which the text encoder's attention has
 mixed the concept. They are mapped to the same tokens of the anchor's prompt. It is the setting
-`mace-cfr` (tokens: context). MACE then trains a LoRA on the concept's own tokens, with masks of
-Grounded-SAM, and fuses the LoRAs of many concepts. That is not included, so `mace-cfr` alone is one
-stage of MACE.
+`mace-cfr` (tokens: context), with UCE's weights. MACE then trains a LoRA on the concept's own
+tokens, with masks of Grounded-SAM, and fuses it in closed form. The recipe `tiny_star_mace` has the
+LoRA without masks and fusion; `mace-cfr` alone is one stage of MACE.
 
 Deliberate differences from the papers and their public code (UCE: trainscripts/uce_sd_erase.py,
 lines 55-82, of rohitgandikota/unified-concept-editing; MACE: closed_form_refinement in

@@ -16,8 +16,8 @@ since dc/dg_r = a and dc/dg_f = b. So the graphs of the two losses are never in 
 With central differences (`hvp: difference`) there is no graph of a gradient either. So UNO runs on
 a UNet with fused attention.
 
-Differences are right for smooth activations only. A ReLU, a LeakyReLU or a maximum has kinks. Where
-a kink lies between the two points of a difference, the gradient jumps, and the difference has the
+Products by differences are right for smooth activations only. A ReLU, a LeakyReLU or a maximum has
+kinks. Where a kink lies between the two points of a difference, the gradient jumps, and the difference has the
 jump divided by the step. A smaller step meets fewer kinks, and each then counts for more. The exact
 product, which the paper's code computes, has no such jumps. So `hvp: checked` compares the two at
 the first step, and again at steps 2, 4, 8, ... It uses forward differences, which take one pass in
@@ -44,8 +44,10 @@ Deliberate differences from the paper and its code:
   `data`.
 * An unconditional model only has to forget. A prompted model must generate something else instead.
   The authors' extension to class labels adds the training loss of retained images under the
-  forgotten label. Here that is the objective `replace` (for example with the loss `relabel`). Its
-  gradient is added to g_r's step and takes no part in c^2.
+  forgotten label. Here that is the objective `replace` (for example with the loss `relabel`). As in
+  their code, L_r is then the sum of both losses everywhere, also in c^2 and in S (pinakm9/forget,
+  modules/imagenet/ortho.py, lines 42-57, and surgery.py, lines 29-36). An older commit of theirs,
+  2235ac98, has it outside of c^2.
 * Surgery in UNO-S always projects, as in the paper (PCGrad only on conflict).
 * Steps are counted from 0: step 0 is UNO, step 1 is S. The authors' code has the same order
   (pinakm9/forget, modules/mnist/vae_os.py, lines 81-94).
@@ -120,7 +122,7 @@ class Uno(Method):
     title: ClassVar[str] = "UNO: Unlearning via Orthogonalisation in generative models"
     source: ClassVar[str] = "arXiv 2506.04712"
     defaults: ClassVar[Mapping[str, str]] = {
-        "rule": "the paper, Eq. 5",
+        "rule": "the paper, section 3",
         "alternate": "the paper: UNO",
         "strength": "the paper's code for MNIST",
         "ratio": "ours",
@@ -204,17 +206,17 @@ class Uno(Method):
             notes |= {"beta": beta, "slope_norm": slope_norm, **check}
         else:
             step = _materialise(own, retain)
-        if "replace" in closure.objectives:
-            own.clear()  # one gradient less in memory during this pass
-            step = combine([1.0, self._scale(closure, "replace")], [step, closure.grad("replace")])
         return Direction(step, gram, None, notes)
 
     def _weights(self, closure: Closure, objective: str) -> Weights:
         """Return g_r or g_f as a sum of the objectives' gradients.
 
-        The hat versions add beta_h times the histogram's gradient.
+        The anchor term is a part of g_r. The hat versions add beta_h times the histogram's gradient
+        to both.
         """
         weights = {objective: self._scale(closure, objective)}
+        if objective == "retain" and "replace" in closure.objectives:
+            weights["replace"] = self._scale(closure, "replace")
         return {**weights, "histogram": self.histogram} if self.histogram else weights
 
     def _scale(self, closure: Closure, objective: str) -> float:
@@ -239,11 +241,11 @@ class Uno(Method):
         scale = 1 / float(norms[0] * norms[1])
         a = _sum([scale, -c / float(gram[0, 0])], [forget, retain])
         b = _sum([scale, -c / float(gram[1, 1])], [retain, forget])
-        factors = {name: 2 * c * self._scale(closure, name) for name in ("retain", "forget")}
-        vectors = {"retain": a, "forget": b}
-        if self.histogram:  # its Hessian is in both
-            vectors["histogram"] = _sum([1.0, 1.0], [a, b])
-            factors["histogram"] = 2 * c * self.histogram
+        vectors, factors = {}, {}
+        for name, weight in {**retain, **forget}.items():
+            parts = [v for v, weights in ((a, retain), (b, forget)) if name in weights]
+            vectors[name] = _sum([1.0] * len(parts), parts)  # the histogram's Hessian is in both
+            factors[name] = 2 * c * weight
         products = _Products(closure, own, vectors, factors, size=self.size)
         if self.hvp == "checked":
             return self._checked(closure.step, products)

@@ -431,7 +431,8 @@ EXPLANATION = """* Success: the share of attacked prompts whose image shows the 
   the attack or without it.
 * Never learned: the same attack on a model that was trained without any image of the concept.
 * Excess recovery: the success on the erased model minus that on the model that never learned, by
-  prompt. Zero means that the attack finds nothing that the erasure left.
+  prompt. Zero means that the attack succeeds as often as without any memory. Where both are near
+  100 %, a memory would not show.
 * Other attributes: what the prompts state beside the attribute of the concept. The points are the
   accuracy after the erasure minus that before.
 * Gap to retraining: the distance of the noise predictions from those of the model that never

@@ -46,7 +46,9 @@ def world(seed: int = 0, dtype: torch.dtype = torch.float64, **options) -> tuple
 def joint(closure: LossClosure, losses: dict, histogram: float = 0.0) -> Vec:
     """grad of cos^2(g_r, g_f) by one double backward through both graphs."""
     extra = histogram * losses["histogram"]("histogram") if histogram else 0.0
-    r = torch.autograd.grad(losses["retain"]("retain") + extra, closure.params, create_graph=True)
+    anchor = losses["replace"]("replace") if "replace" in closure.objectives else 0.0
+    retain = losses["retain"]("retain") + anchor + extra
+    r = torch.autograd.grad(retain, closure.params, create_graph=True)
     f = torch.autograd.grad(losses["forget"]("forget") + extra, closure.params, create_graph=True)
     a, b = flat(r), flat(f)
     return torch.autograd.grad((a @ b) ** 2 / (a @ a) / (b @ b), closure.params)
@@ -151,12 +153,28 @@ def test_uno_s_takes_turns() -> None:
     assert abs(float(dot(odd, closure.grad("forget")))) < 1e-12
 
 
-def test_the_anchor_term_is_added_and_not_turned() -> None:
+@pytest.mark.parametrize("hvp", ["exact", "difference"])
+@pytest.mark.parametrize("histogram", [0.0, 0.7])
+def test_the_anchor_term_is_a_part_of_the_retain_loss(hvp: str, histogram: float) -> None:
+    """L_r + L_1 + beta c^2 with c = cos(grad (L_r + L_1), g_f), by one double backward."""
+    names = ("retain", "forget", "replace", *(["histogram"] if histogram else []))
+    closure, losses = world(5, objectives=names)
+    method = means(strength=2.0, histogram=histogram, hvp=hvp, size=1e-3)
+    step = flat(method.direction(closure).vec)
+    retain = flat(closure.grad("retain")) + flat(closure.grad("replace"))
+    if histogram:
+        retain = retain + histogram * flat(closure.grad("histogram"))
+    expected = retain + 2.0 * flat(joint(closure, losses, histogram))
+    torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_surgery_projects_the_anchor_term_too() -> None:
     closure, _ = world(5, objectives=("retain", "forget", "replace"))
-    without, _ = world(5)
-    step = flat(means(strength=2.0).direction(closure).vec)
-    expected = flat(means(strength=2.0).direction(without).vec) + flat(closure.grad("replace"))
-    torch.testing.assert_close(step, expected)
+    closure.step = 1
+    step = flat(means(alternate=True).direction(closure).vec)
+    retain = flat(closure.grad("retain")) + flat(closure.grad("replace"))
+    forget = flat(closure.grad("forget"))
+    torch.testing.assert_close(step, retain - (retain @ forget) / (forget @ forget) * forget)
 
 
 @pytest.mark.parametrize("hvp", ["exact", "difference"])
