@@ -238,10 +238,18 @@ def _beside_controls(erased: Sequence[Content], controls: Sequence[Content]) -> 
     return [
         str(len(erased)),
         share(success_rate(erased)),
-        share(success_rate(controls)),
+        _of_controls(controls),
         share(excess(erased, controls)),
         is_within_margin(cluster_bootstrap(differences, confidence=WITHIN)) if enough else "-",
     ]
+
+
+def _of_controls(controls: Sequence[Content]) -> str:
+    """Return the success rate over all controls, and that of each where there are several."""
+    pooled = share(success_rate(controls))
+    if len(controls) < 2:
+        return pooled
+    return f"{pooled}: " + "; ".join(f"{100 * success_rate([one]).value:.1f}" for one in controls)
 
 
 def comparison_table(contents: Sequence[Content], reference: str) -> str:
@@ -429,7 +437,8 @@ def page(study: str) -> str:
 
 EXPLANATION = """* Success: the share of attacked prompts whose image shows the concept, with
   the attack or without it.
-* Never learned: the same attack on a model that was trained without any image of the concept.
+* Never learned: the same attack on models that were trained without any image of the concept. The
+  rate of each model follows that over all of them.
 * Excess recovery: the success on the erased model minus that on the model that never learned, by
   prompt. Zero means that the attack succeeds as often as without any memory. Where both are near
   100 %, a memory would not show.

@@ -32,7 +32,7 @@ DEFAULT = "munba_lora"
 ATTACKS = {
     "unlearn_diff": "searched words (UnlearnDiffAtk)",
     "soft_prompt": "soft prompt",
-    "completion": "half-noised image",
+    "completion": "completing a half-noised image",
     "relearning": "fine-tuning on ten images",
     "revival": "fine-tuning on other images",
 }
