@@ -17,14 +17,15 @@ With central differences (`hvp: difference`) there is no graph of a gradient eit
 a UNet with fused attention.
 
 Products by differences are right for smooth activations only. A ReLU, a LeakyReLU or a maximum has
-kinks. Where a kink lies between the two points of a difference, the gradient jumps, and the difference has the
-jump divided by the step. A smaller step meets fewer kinks, and each then counts for more. The exact
-product, which the paper's code computes, has no such jumps. So `hvp: checked` compares the two at
-the first step, and again at steps 2, 4, 8, ... It uses forward differences, which take one pass in
-place of two, while they and central ones agree with the exact products to TOLERANCE. From the first
-check on that they fail it uses central differences, and where these fail it uses exact products. On
-the bundled UNet forward differences are wrong by 0.4 to 1.0 %, central ones by 0.02 % or less.
-tests/methods/test_uno.py has the errors on networks with ReLU and with SiLU.
+kinks. Where a kink lies between the two points of a difference, the gradient jumps, and the
+difference has the jump divided by the step. A smaller step meets fewer kinks, and each then counts
+for more. The exact product, which the paper's code computes, has no such jumps. So `hvp: checked`
+compares the two at the first step, and again at steps 2, 4, 8, ... It uses forward differences,
+which take one pass in place of two, while they and central ones agree with the exact products to
+TOLERANCE. From the first check on that they fail it uses central differences, and where these fail
+it uses exact products. On the bundled UNet forward differences are wrong by 0.4 to 1.0 %, central
+ones by 0.02 % or less. tests/methods/test_uno.py has the errors on networks with ReLU and with
+SiLU.
 
 The hat versions add a loss that uses a classifier to separate retained from forgotten samples: the
 objective `histogram`, with gradient h. g_r and g_f become g_r + beta_h h and g_f + beta_h h
