@@ -15,6 +15,7 @@ are.
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -120,7 +121,7 @@ class Bench:
     def erase(self, spec: dict, point: dict, world: World) -> tuple[nn.Module, float]:
         """Return the original after a method at one setting, and the seconds of the method."""
         module = copy.deepcopy(world.original)
-        training = {
+        training: dict[str, Any] = {
             "steps": spec.get("steps", 1),
             "batch_size": 64,
             "optimizer": spec.get("optimizer", "adam"),
@@ -128,7 +129,8 @@ class Bench:
             "device": "cpu",
             "save_every": 10**6,
         }
-        method = dict(spec["method"])
+        method = seeded(spec["method"], world.seed)
+        method = with_passes(method, len(self.forget), len(self.retain), training["batch_size"])
         if spec.get("recorded"):
             method["history"] = str(self.work / f"history_{world.seed}")
         if method["name"] in ("natural_gradient", "mini_unlearning", "rewind"):
@@ -153,6 +155,26 @@ class Bench:
         with tempfile.TemporaryDirectory(dir=self.work) as folder:
             run = api.erase(model=module, output=Path(folder) / "run", **settings)
         return module, run.seconds
+
+
+def seeded(method: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return the options of a method, with the seed of the run where it draws samples itself."""
+    return {**method, "seed": seed} if method["name"] in ("influence", "ssd") else dict(method)
+
+
+def with_passes(method: dict[str, Any], forget: int, retain: int, batch: int) -> dict[str, Any]:
+    """Return the options of a method. A turn of SCRUB is one pass over a set, as in its paper.
+
+    Args:
+        method: The options.
+        forget: The number of forgotten examples.
+        retain: The number of retained examples.
+        batch: The number of examples in a step.
+    """
+    if method["name"] != "scrub":
+        return method
+    steps = {"forget_steps": math.ceil(forget / batch), "retain_steps": math.ceil(retain / batch)}
+    return {**method, **steps}
 
 
 def choose_setting(bench: Bench, spec: dict, worlds: list[World]) -> tuple[dict, list[dict]]:

@@ -44,14 +44,16 @@ Differences from the papers and their code:
   classes, so it can be the true one. Here it is another class.
 * boundary: SalUn's code has it in Classification/unlearn/boundary_sh.py, lines 39-52 and 86-99. It
   clips the attacked image to [0, 1] and rounds it to 8 bits. Where the step crosses no boundary its
-  target is the true class. The code of the paper itself was not read here.
+  target is the true class. The paper's own code has the same.
 * expand: SalUn's code (boundary_ex.py beside it, lines 34-67 and 95-99) keeps the further output.
 * diverge and distill: SCRUB's code (meghdadk/SCRUB, thirdparty/repdistiller/helper/loops.py, lines
   241-244) divides the logits by a temperature. Here there is none.
-* npo: the paper is about answers of a language model, whose probability is a product over tokens.
+* npo: the paper is about answers of a language model, whose probability is a product over tokens. In
+  its experiment with a classifier beta is 1 (licong-lin/negative-preference-optimization,
+  synthetic/unlearn.py, line 47).
 * histogram: UNO's code (pinakm9/forget, modules/mnist/vae_loss.py, lines 147-170) has the
   divergence from a uniform distribution over the other nine classes. Here there are two classes:
-  the concept, and everything else.
+  the concept, and everything else. The code draws z once, and here each step draws it anew.
 """
 
 from __future__ import annotations
@@ -152,7 +154,8 @@ def boundary(model: Labeller, draw: ClassifierDraw, settings: LossSettings) -> T
     with torch.enable_grad():
         before = model.ask("forward", inputs, teacher=settings.teacher, gradients=True)
         (slope,) = torch.autograd.grad(F.cross_entropy(before.float(), draw.labels), [inputs])
-    across = ClassifierDraw((inputs + 0.1 * slope.sign()).detach(), draw.labels, draw.others)
+    step = 0.1 * (inputs.max() - inputs.min())  # a tenth of the range of the images
+    across = ClassifierDraw((inputs + step * slope.sign()).detach(), draw.labels, draw.others)
     logits = model.logits(across, teacher=settings.teacher).clone()
     logits.scatter_(1, draw.labels[:, None], -torch.inf)
     return F.cross_entropy(model.logits(draw), logits.argmax(1))

@@ -2,11 +2,13 @@
 
 The influence function is Koh & Liang's (arXiv 1703.04730). The method is the baseline "IU" of
 published tables (Izzo et al., AISTATS 2021; SalUn). The model was trained to theta^ on n samples,
-of which m are deleted. l is the cross-entropy, and g_i = grad l(z_i, theta^) for N of the retained
-samples. Then
+of which m, the set U, are deleted and the others, R, are retained. l is the cross-entropy, and g_i
+= grad l(z_i, theta^) for N of the retained samples. Then
 
-    theta~ = theta^ + strength (1/N sum_i g_i g_i^T + damping I)^-1  1/(n - m) sum_{z in U} grad
-    l(z, theta^).
+    theta~ = theta^ + strength (1/N sum_i g_i g_i^T + damping I)^-1 v,
+    v = 1/n sum_{z in U} grad l(z, theta^) - m / (n (n - m)) sum_{z in R} grad l(z, theta^).
+
+Where the gradients of all samples sum to zero, v is the first sum divided by n - m.
 
 With G [p, N] of the sampled gradients the inverse is Woodbury's, an N x N system:
 
@@ -89,8 +91,13 @@ class Influence(Edit):
         )
         rows = [request.retain[int(i)] for i in order[: self.samples]]
         columns = torch.stack([flatten(self._gradient(request, [row], "mean")) for row in rows], 1)
-        gradient = self._gradient(request, request.forget, "sum")
-        step = woodbury(columns, flatten(gradient) / len(request.retain), self.damping)
+        forget, retain = (
+            flatten(self._gradient(request, some, "sum"))
+            for some in (request.forget, request.retain)
+        )
+        m, n = len(request.forget), len(request.forget) + len(request.retain)
+        v = forget / n - retain * (m / (n * (n - m)))
+        step = woodbury(columns, v, self.damping)
         parts = unflatten(self.strength * step, request.params)
         with torch.no_grad():
             for parameter, part in zip(request.params, parts, strict=True):

@@ -15,9 +15,12 @@ lines 58-64.
 
 Differences: the papers use the whole forget set for g. For Stable Diffusion SalUn's code takes the
 training loss of the prediction with guidance, 1 + w times the conditional one less w times the
-unconditional one. Here it is that of the conditional prediction. Scissorhands draws from a
-truncated normal of one width. Here the normal has the mean and the standard deviation of each
-tensor, which also suits norm layers and embeddings.
+unconditional one. Here it is that of the conditional prediction. Scissorhands' code draws from
+Kaiming's uniform distribution, and for classifiers in the last layers only. Here all tensors are
+drawn anew, from a normal with the mean and the standard deviation of each. Its code then takes the
+gradient of the retain loss minus that of the forget loss, and turns it where it opposes the ascent
+(JingWu321/Scissorhands_ex, Classification/unlearn/SHs/SHs_cls0_svhn.py, lines 161-243). The studies
+have PCGrad in its place, and call their row so.
 """
 
 from __future__ import annotations

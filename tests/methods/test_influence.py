@@ -26,14 +26,14 @@ def problem(n: int = 80) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, x, y
 
 
-def fit(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+def fit(model: nn.Module, x: torch.Tensor, y: torch.Tensor, decay: float = 0.005) -> None:
     optimizer = torch.optim.LBFGS(
         model.parameters(), max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
     )
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y) + 0.005 * sum(
+        loss = F.cross_entropy(model(x), y) + decay * sum(
             p.square().sum() for p in model.parameters()
         )
         loss.backward()
@@ -77,15 +77,42 @@ def test_the_step_is_that_of_the_formula() -> None:
         ],
         1,
     )
-    push = flatten(
-        torch.autograd.grad(F.cross_entropy(model(x[forget]), y[forget], reduction="sum"), params)
-    )
+    push = push_of(model, x, y, forget)
     matrix = columns @ columns.T / len(retain) + 0.05 * torch.eye(len(push), dtype=push.dtype)
-    expected = flatten(tuple(p.detach() for p in params)) + torch.linalg.solve(matrix, push) / len(
-        retain
-    )
+    expected = flatten(tuple(p.detach() for p in params)) + torch.linalg.solve(matrix, push)
     Influence(damping=0.05, samples=1000).edit(request(model, x, y, forget))
     torch.testing.assert_close(flatten(tuple(p.detach() for p in params)), expected)
+
+
+def push_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, forget: list) -> torch.Tensor:
+    """v of the docstring: the mean over all samples of the forgotten and the retained gradients."""
+    is_forgotten = torch.zeros(len(x), dtype=torch.bool)
+    is_forgotten[forget] = True
+    forgotten, retained = (
+        flatten(
+            torch.autograd.grad(
+                F.cross_entropy(model(x[rows]), y[rows], reduction="sum"), tuple(model.parameters())
+            )
+        )
+        for rows in (is_forgotten, ~is_forgotten)
+    )
+    share = int(is_forgotten.sum()) / int((~is_forgotten).sum())
+    return (forgotten - share * retained) / len(x)
+
+
+def test_where_all_gradients_sum_to_zero_the_retained_samples_do_not_matter() -> None:
+    """There the step is the forgotten samples' gradient over the number of retained ones."""
+    model, x, y = problem()
+    fit(model, x, y, decay=0.0)
+    forget = [0, 1, 2]
+    gradient = flatten(
+        torch.autograd.grad(
+            F.cross_entropy(model(x[:3]), y[:3], reduction="sum"), tuple(model.parameters())
+        )
+    )
+    torch.testing.assert_close(
+        push_of(model, x, y, forget), gradient / (len(x) - 3), rtol=1e-3, atol=1e-6
+    )
 
 
 def test_it_moves_towards_the_model_trained_without_the_samples() -> None:
@@ -144,10 +171,7 @@ def test_the_sampled_gradients_are_those_of_the_seed() -> None:
         ],
         1,
     )
-    push = (
-        flatten(torch.autograd.grad(F.cross_entropy(other(x[:2]), y[:2], reduction="sum"), params))
-        / 78
-    )
+    push = push_of(other, x, y, [0, 1])
     dense = columns @ columns.T / 5 + 0.05 * torch.eye(len(push), dtype=push.dtype)
     step = flatten(tuple(p.detach() for p in model.parameters())) - start
     torch.testing.assert_close(step, torch.linalg.solve(dense, push))
