@@ -48,8 +48,8 @@ Differences from the papers and their code:
 * expand: SalUn's code (boundary_ex.py beside it, lines 34-67 and 95-99) keeps the further output.
 * diverge and distill: SCRUB's code (meghdadk/SCRUB, thirdparty/repdistiller/helper/loops.py, lines
   241-244) divides the logits by a temperature. Here there is none.
-* npo: the paper is about answers of a language model, whose probability is a product over tokens. In
-  its experiment with a classifier beta is 1 (licong-lin/negative-preference-optimization,
+* npo: the paper is about answers of a language model, whose probability is a product over tokens.
+  In its experiment with a classifier beta is 1 (licong-lin/negative-preference-optimization,
   synthetic/unlearn.py, line 47).
 * histogram: UNO's code (pinakm9/forget, modules/mnist/vae_loss.py, lines 147-170) has the
   divergence from a uniform distribution over the other nine classes. Here there are two classes:
