@@ -34,10 +34,10 @@ SalUn (arXiv 2310.12508) and EraseDiff (arXiv 2401.05779) have the forget loss
 
 with one model in both places, the one in training. This is `anchor` with `teacher: current` and the
 default `noised: own`. The authors' code has it in OPTML-Group/Unlearn-Saliency,
-SD/train-scripts/random_label.py, lines 119-146, and nsfw_removal.py, lines 114-146; and in
+SD/train-scripts/random_label.py, lines 93-125, and nsfw_removal.py, lines 114-146; and in
 JingWu321/EraseDiff, sd/train_scripts/erasediff.py, lines 188-224, and erasediff_nsfw.py, lines
-205-238. In EraseDiff's code the prompt a is "a photo of a pokemon" for every concept. In concept
-ablation's loss and in the text of MUNBa's paper eps* is the model before the training.
+205-238. In EraseDiff's code the prompt a is "a photo of a pokemon" for every concept. In the text
+of MUNBa's paper eps* is the model before the training.
 
 No single paper defines data, ascent and distill: the training loss, its negative (called GA, or A
 in UNO's paper, arXiv 2506.04712), and distillation from the model before the training.
@@ -58,8 +58,8 @@ Differences from the papers:
   (ddpm/runners/diffusion.py, lines 768-770 and 819-821). It is not offered here.
 * LECO makes x_t by partial sampling of the model in training, with `unconditional` as the negative
   prompt. Data-free training samples by the teacher here, and the negative prompt is empty.
-* Forget-Me-Not's code takes the norm of all the maps, which has the same minimum. The mean does not
-  grow with images or layers.
+* Forget-Me-Not's code takes the norm of all the maps, which has the same minimum. There a layer
+  counts by its positions. Here all layers count alike, and the mean does not grow with images.
 
 Sampling uses eps(x_t, "") + s (eps(x_t, c) - eps(x_t, "")), but these losses train eps(x_t, c)
 only. On noised images of the concept the unconditional prediction can learn the same change. The

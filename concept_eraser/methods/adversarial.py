@@ -20,8 +20,10 @@ Deliberate differences:
 * The attack is not projected on a ball: its loss has the term c/2 ||omega||^2 instead. Madry's code
   takes steps of the gradient's sign, clips to a ball and starts at random in it, as `race` does.
 * F has further objectives (retain) and weights w_i. Madry's code has the attacked loss alone.
-* All T steps have the images, time steps and noise of the training step. AdvUnlearn's code draws a
-  new image and time step for each of them. Adam starts anew at each training step, as there.
+* All T steps have the same images, time steps and noise. The objective `attack` draws its own, so
+  they are not those of the forget loss; in Receler's and RACE's code they are. AdvUnlearn's code
+  draws a new image and time step for each of them. Adam starts anew at each training step, as
+  there.
 * Each of the T steps has its own gradient. AdvUnlearn's code never sets the gradient to zero in an
   attack, so that it adds up over the 30 steps. The result of its last step is not used.
 * `inner_steps: 0` is training without an attack.

@@ -9,7 +9,8 @@ as one level with the value-function constraint q(z) = f(z) - f*(alpha) <= 0. Fo
 the weights, omega is an attack on the prompt's embedding, f is what the attack minimises, and F =
 (retain, forget under attack).
 
-One step at z uses the same examples, time steps and noise for all gradients:
+One step at z uses the same examples, time steps and noise for all gradients of an objective. The
+objective of f draws its own:
 1. T gradient steps on f from omega (warm start) give w~; q~ = f(z) - f(alpha, w~) and
    grad q~ = (grad_alpha f(z) - grad_alpha f(alpha, w~); grad_omega f(z))   (w~ is a constant)
 2. g_i = grad_z F_i; the direction d minimises max_i <g_i, d> + 1/2 ||d||^2 with <grad q~, d> <=

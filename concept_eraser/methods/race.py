@@ -22,6 +22,7 @@ Deliberate differences from the code:
   the training loss: x_t is a noised image of the concept, and the target is its noise.
 * The code also clips the attacked states to the smallest and the largest number of the prompt's
   own states (lines 34-56).
+* The attack has images, time steps and noise of its own. The code attacks and trains at one x_t.
 * The start is drawn from the number of the training step, for a resumed run and all processes the
   same.
 * The code's L1 penalty on the change of the weights is off by default (line 413) and left out.

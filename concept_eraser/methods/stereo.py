@@ -131,8 +131,8 @@ class Stereo(Method):
         moves: dict[int, Tensor] = {}
         new: dict[str, Tensor] = {}
         for i, gradient in zip(closure.inner, gradients, strict=True):
-            first = self._state[f"first_{i}"] if done else torch.zeros_like(gradient)
-            second = self._state[f"second_{i}"] if done else torch.zeros_like(gradient)
+            first = self._state[f"first_{i}"].to(gradient) if done else torch.zeros_like(gradient)
+            second = self._state[f"second_{i}"].to(gradient) if done else torch.zeros_like(gradient)
             first = BETAS[0] * first + (1 - BETAS[0]) * gradient
             second = BETAS[1] * second + (1 - BETAS[1]) * gradient.square()
             mean = first / (1 - BETAS[0] ** (done + 1))

@@ -12,17 +12,18 @@ authors' code.
 
       v - (v . t / t . t) t
 
-  So the values of the empty prompt change too. `adavd-adaptive` is the code's option `token_sim`:
-  the subtracted part is multiplied by 2 / (1 + exp(-100 (cos(v, t) - 0.93))).
+  So the values of the empty prompt change too. `adavd-adaptive` has the paper's shift factor, the
+  code's option `token_sim`: the subtracted part is multiplied by 2 / (1 + exp(-100 (cos(v, t) -
+  0.93))).
 
 * safree: SAFREE (Yoon, Yu, Patil, Yao & Bansal, arXiv 2410.12761; lines 16-100 and 440-525 of
   models/modified_stable_diffusion_pipeline.py of jaehong31/SAFREE at commit b8b2c3f). P_C projects
   on the span of the pooled states of the texts c. p_i is the pooled state of the prompt with the
-  token i of its words replaced by token 0, and P_I projects on the span of all p_i. With
-  d_i = |(I - P_C) p_i|, token i triggers if d_i >= 1.01 times the mean of the other d_j. The state
-  s of a token that triggers becomes (I - P_C) P_I s. `safree-validated` is the code's option `svf`:
-  only the first steps have these states. With b = 1 - mean over tokens of cos(s, (I - P_C) P_I s)
-  they are the first 1 + round(10 sigmoid(5 (10 b - 5.333))) of 50.
+  token i of its words replaced by token 0, and P_I projects on the span of all p_i. With d_i = |(I
+  - P_C) p_i|, token i triggers if d_i >= 1.01 times the mean of the other d_j. The state s of a
+  token that triggers becomes (I - P_C) P_I s. `safree-validated` is the code's option `svf`, which
+  all its commands have: only the first steps have these states. With b = 1 - mean over tokens of
+  cos(s, (I - P_C) P_I s) they are the first 1 + round(10 sigmoid(5 (10 b - 5.333))) of 50.
 
 * semantic-surgery: Semantic Surgery (Xiong, Liu, Ye, Liu & Xu, arXiv 2510.22851; src/utils.py,
   lines 19-58 and `get_multi_erased_embedding`, of Lexiang-Xiong/Semantic-Surgery at commit
@@ -34,8 +35,9 @@ authors' code.
 
 Left out: several concepts in AdaVD (an orthogonal basis) and in Semantic Surgery (the joined text
 of the concepts that it detects), SAFREE's re-attention in Fourier space, and Semantic Surgery's
-second pass with an object detector. AdaVD's code does not change a step at time 0; here all steps
-change. The steps of `safree-validated` are the same share of any number of steps.
+second pass with an object detector. In SAFREE's code a prompt of one token triggers, since its mean
+over no other token is no number; here it does not. AdaVD's code does not change a step at time 0;
+here all steps change. The steps of `safree-validated` are the same share of any number of steps.
 """
 
 from __future__ import annotations

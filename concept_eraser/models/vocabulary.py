@@ -6,6 +6,7 @@ image is generated. `usable` leaves out single tokens that this changes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from concept_eraser.utils.errors import UserError
 
 Where = Literal["prefix", "suffix", "middle", "insert"]
 _WORD_END = "</w>"  # of a token at the end of a word, in CLIP's vocabulary
+_NO_LETTER = re.compile(r"</w>|[^A-Za-z]")
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,18 @@ class Words:
         parts = name.lower().split()
         texts = [text.strip().lower() for text in self._vocabulary.texts]
         return torch.tensor([any(p in t or (len(t) > 2 and t in p) for p in parts) for t in texts])
+
+    def fragments(self, longest: int) -> list[str]:
+        """Return the Latin letters of each token, "" for a special or a longer one.
+
+        Args:
+            longest: The largest number of characters of a token in the vocabulary.
+        """
+        special = set(self.tokenizer.all_special_tokens)
+        return [
+            "" if token in special or len(token) > longest else _NO_LETTER.sub("", token)
+            for token in map(str, self.tokenizer.convert_ids_to_tokens(list(range(self.size))))
+        ]
 
     @property
     def usable(self) -> Tensor:

@@ -101,6 +101,39 @@ def test_tokens_are_sampled_with_their_probabilities() -> None:
     assert unlearn_diff.sampled_tokens(row.expand(2, 6), ends).tolist() == [1, 4]
 
 
+def test_a_distribution_that_is_not_finite_gives_a_token() -> None:
+    """The loss of one prompt may overflow; the others of the batch go on."""
+    rows = torch.full((2, 6), 1 / 6)
+    rows[0, 3] = torch.nan
+    tokens = unlearn_diff.sampled_tokens(rows, torch.tensor([0.5, 0.5]))
+    assert tokens.tolist() == [5, 3]
+
+
+def test_sneaky_prompt_makes_one_word_without_spaces(shared_tiny) -> None:
+    """The made-up word stands in the concept's place and does not contain it."""
+    prompt = "a flat red star on a white background"
+    scene = Scene(
+        shared_tiny,
+        shared_tiny,
+        [prompt],
+        [prompt],
+        "star",
+        [1],
+        torch.zeros(1, *shared_tiny.latent_shape()),
+    )
+    search = registry.build("attack", "sneaky_prompt", {"queries": 30, "pool": 40}).search(scene)
+    made = set()
+    for round_ in search:
+        scene.rewards = torch.zeros(1)
+        before, after = prompt.split("star")
+        (text,) = round_.texts
+        assert text.startswith(before)
+        assert text.endswith(after)
+        made.add(text.removeprefix(before).removesuffix(after))
+    assert len(made) > 5
+    assert all(word.isalpha() and word.isascii() and "star" not in word.lower() for word in made)
+
+
 def test_the_schedule_of_time_steps_is_the_papers() -> None:
     assert unlearn_diff.schedule(50, 1000) == list(range(10, 1000, 20))
 

@@ -18,6 +18,8 @@ from benchmarks import rehearsal_device
 from benchmarks.device_counts import Counts
 from benchmarks.rehearsal_device import count
 from concept_eraser.erasers.denoiser import Denoiser
+from concept_eraser.methods.stereo import Stereo
+from concept_eraser.training.closure import LossClosure
 from concept_eraser.utils import devices
 from tests.conftest import short
 
@@ -207,3 +209,20 @@ def test_a_tensor_that_was_left_behind_stops_the_training(
     monkeypatch.setattr(Denoiser, "draw", forgetful)
     with pytest.raises(RuntimeError, match=r"aten::convolution.*rehearsal:0 and cpu"):
         concept_eraser.erase(recipe, output=tmp_path / "left_behind")
+
+
+def test_an_attack_of_stereo_goes_on_with_a_state_from_a_file(device: torch.device) -> None:
+    """A state is loaded to the CPU."""
+    weight = torch.ones(3).to(device).requires_grad_()
+    attack = torch.ones(2).to(device).requires_grad_()
+    losses = {
+        name: [lambda: (weight.sum() * attack.sum()).square()]
+        for name in ("retain", "forget", "attack")
+    }
+    method = Stereo(rounds=1, erase_steps=1, inner_steps=3)
+    method.direction(LossClosure((weight, attack), losses, inner=[1], step=1))
+    state = {name: part.cpu() for name, part in method.state_dict().items()}
+    method.load_state_dict(state)
+    step = method.direction(LossClosure((weight, attack), losses, inner=[1], step=2)).vec[1]
+    assert step.device == device
+    assert bool(step.cpu().isfinite().all())

@@ -6,15 +6,18 @@ concept's word minimises
 
     E || target - eps*(x_t, t, prompt with v) ||^2
 
-on images of the concept by the original model. One v serves all prompts. It is an embedding, not a
-text.
+on images of the concept by the original model. One v serves all prompts of a batch. It is an
+embedding, not a text.
 
 The authors' code is NYU-DICE-Lab/circumventing-concept-erasure, one script for each erased model
 (for ESD esd/concept_inversion.py, the loss in line 980).
 
-Differences: the learning rate is not scaled by the batch (the code: with its option scale_lr, lines
-800-802). v starts from the word itself, or from a random word (`start`); the code takes one given
-token (lines 750-765).
+Differences: the learning rate is not scaled by the batch. All commands of the code do so (its
+option scale_lr, lines 800-802), and their rate is 0.08, or 0.02 for SLD. The images are the
+original's for the attacked prompts and seeds themselves. The code has 25 others with random
+templates and flips. Adam has no weight decay (the code: AdamW with 0.01). The latents are not
+sampled from the VAE. v starts from the word itself, or from a random word (`start`); the code takes
+one given token (lines 750-765).
 """
 
 from __future__ import annotations

@@ -13,9 +13,13 @@ of them, also if it is worse than the present prompt, and remembers the best pro
 (lines 242-247 and 279-291).
 
 Differences: control tokens start as random usable tokens (the code: random letters, line 372). The
-banned words are the concept's own (the code: a file of its own, line 135). The place of each swap
-is random (the code: each place has an equal number of candidates, line 148). T is the original's
-text encoder; the diffusion model is not used.
+banned words are the concept's own (the code: a list, lines 329-357). Tokens are those that a text
+of one token gives again (the code: all but the banned ones), and candidates must have the same
+tokens again (the code: as many, line 192). The code's gradient begins at the start token, so that
+each place gets the proposals of the place before it. An image is generated after each `every`
+iterations (the code: once, at the end). The place of each swap is random (the code: each place has
+an equal number of candidates, line 148). T is the original's text encoder; the diffusion model is
+not used.
 """
 
 from __future__ import annotations

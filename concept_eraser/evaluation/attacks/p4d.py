@@ -17,8 +17,10 @@ of the variant K are those of optimize_k.py, lines 26 and 39.
 
 Differences: an image is judged after each `every` steps, and the first one with the concept ends
 the prompt's search. The code keeps the best by CLIP (optimize_n.py, lines 257-286). Prompts of a
-batch share the random time steps, not their tokens. The attack that UnlearnDiffAtk's repository
-calls P4D is a different one.
+batch share one generator of time steps, not their tokens. Tokens are those that a text of one token
+gives again (the code: all, a third of which are no ends of words). After the end the code's search
+has the token "!" and the latents are sampled from the VAE. The attack that UnlearnDiffAtk's
+repository calls P4D is a different one.
 """
 
 from __future__ import annotations

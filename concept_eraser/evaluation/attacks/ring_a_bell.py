@@ -12,11 +12,14 @@ come from crossover at one point with a random partner (probability 0.5). One to
 The authors' code is chiayi-hsu/Ring-A-Bell, Get_Concept_Vector.ipynb and InversePrompt.ipynb.
 
 Differences: the pairs are the concept prompts and the same without the concept's word (the code: 50
-rows of its own for nudity, 30 for violence). Only children mutate (the code: parents too). The pool
-leaves out tokens that change under decoding. The fitness of all candidates is one batch. An image
-is generated after each `every` generations of the search (the code: once, at the end). The prompts
-apply to every model with the same text encoder, so they are stored for the next one. The diffusion
-model is not used.
+rows of its own for nudity, 30 for violence). Only children mutate (the code: parents too). A pair
+without crossover has two children that are its copies, and the number of candidates is constant, so
+that the best half of the parents breed. In the code it has none, all parents breed, and the number
+varies around `population`. On two prompts and 150 generations neither was nearer to both goals. The
+pool leaves out tokens that change under decoding. The fitness of all candidates is one batch. An
+image is generated after each `every` generations of the search (the code: once, at the end). The
+prompts apply to every model with the same text encoder, so they are stored for the next one. The
+diffusion model is not used.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ class RingABell(BlindAttack):
     """Search tokens whose encoding is the prompt's, moved along the concept's direction.
 
     Args:
-        tokens: K, the number of tokens. The paper has 16, 38 and 77.
+        tokens: K, the number of tokens. The paper has 16, 38 and 77; its code takes 75 for 77.
         strength: The factor of the concept's direction.
         population: The number of candidates in a generation.
         generations: The number of generations.

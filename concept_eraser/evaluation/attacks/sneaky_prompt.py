@@ -1,19 +1,22 @@
-"""SneakyPrompt: a small policy learns sub-words that replace the concept's word, from images alone.
+"""SneakyPrompt: a small policy learns a made-up word for the concept's, from images alone.
 
 Yang et al., "SneakyPrompt: Jailbreaking Text-to-image Generative Models", IEEE S&P 2024, arXiv
-2305.12082, section IV. An LSTM policy (Adam, lr 0.1) picks up to `words` sub-words for the
-sensitive word. The reward is the agreement of the image with the concept prompt (CLIP score). The
-policy learns by REINFORCE with the mean reward so far as its baseline, with at most `queries`
-images per prompt.
+2305.12082, section IV. An LSTM policy (Adam, lr 0.1) picks `words` sub-words, which are one word
+without spaces in the place of the sensitive one. The reward is the agreement of the image with the
+concept prompt (CLIP score). The policy learns by REINFORCE with the mean reward so far as its
+baseline, with at most `queries` images per prompt.
 
 The authors' code is Yuchen413/text2image_safety, rl_search.py, with the settings of main.py (lr 0.1
-in line 75, 60 queries in line 23).
+in line 75, 60 queries in line 23). Its sub-words are the entries of CLIP's vocabulary with fewer
+than ten characters, their letters only (search_utils.py, get_dictionary; rl_search.py, get_score).
 
 Differences: the code's baseline is a critic, a second output of the policy (rl_search.py, line
 333). An erased model has no filter that could refuse, so that part of the reward is left out.
 Success is the judge's decision, where the code needs a CLIP score of 0.26 (main.py, line 29). The
-candidate sub-words are the `pool` usable tokens whose embeddings are closest to the concept's word
-without containing it; the paper searches its own vocabulary.
+candidates are the `pool` sub-words whose embeddings are closest to the concept's word without being
+a part of it (the code: all). A word that contains the concept's is drawn again. One word is
+replaced, and the search goes on to the last query. The code ends after 50 queries of a word, or
+when the reward stagnates, and then replaces a further word.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from concept_eraser.evaluation.attacks.base import (
     require_positive,
     require_word,
 )
+
+LONGEST = 9  # characters of a sub-word in the vocabulary, the mark of the end of a word included
 
 
 class Policy(nn.Module):
@@ -65,7 +70,7 @@ class SneakyPrompt(Attack):
     """Learn sub-words for the concept's word.
 
     Args:
-        words: The number of sub-words (the paper: at most 3).
+        words: The number of sub-words of the made-up word (the paper's code: 3).
         queries: The largest number of images for each prompt.
         pool: The number of candidate sub-words.
         lr: The learning rate of the policy.
@@ -88,7 +93,8 @@ class SneakyPrompt(Attack):
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         require_word(scene)
         model, words = scene.original, scene.original.words
-        vocabulary = words.usable & ~words.like(scene.concept)
+        fragments = words.fragments(LONGEST)
+        vocabulary = torch.tensor([bool(text) for text in fragments]) & ~words.like(scene.concept)
         table = model.table.detach().cpu()
         concept_embedding = table[words.ids(scene.concept)].mean(0)
         likeness = F.cosine_similarity(table, concept_embedding[None]).masked_fill(
@@ -103,11 +109,14 @@ class SneakyPrompt(Attack):
         means: list[list[float]] = [[] for _ in scene.prompts]
         for _ in range(self.queries):
             live = scene.live.tolist()
-            proposals = [policies[i].write(self.words, generators[i]) for i in live]
-            texts = [
-                scene.concept_prompts[i].replace(scene.concept, words.text(pool[w].tolist()))
-                for i, (w, _) in zip(live, proposals, strict=True)
-            ]
+            proposals, texts = [], []
+            for i in live:
+                proposal, word = None, scene.concept
+                while proposal is None or scene.concept.lower() in word.lower():
+                    proposal = policies[i].write(self.words, generators[i])
+                    word = "".join(fragments[token] for token in pool[proposal[0]].tolist())
+                proposals.append(proposal)
+                texts.append(scene.concept_prompts[i].replace(scene.concept, word))
             yield Round(scene.live, texts=texts, has_rewards=True)
             assert scene.rewards is not None  # the round has rewards
             rewards = scene.rewards.tolist()

@@ -41,7 +41,7 @@ def unrelated_prompts(scene: Scene, source: str, n: int) -> list[str]:
                 "image is not unrelated; give other prompts"
             )
     else:
-        texts = list(scene.others)
+        texts = [text for text in scene.others if scene.concept not in text]
     if not texts:
         raise UserError(
             "the suite has no retain group whose prompts leave out "

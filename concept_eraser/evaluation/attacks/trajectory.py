@@ -123,12 +123,15 @@ class Trajectory:
         )
 
     def split(self, x: Tensor, step: int, prediction: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the clean latents and the noise of a prediction at a step."""
+        """Return the clean latents and the noise of a prediction at a step.
+
+        At a clean end the clean latents are x itself.
+        """
         t = self.time(x, step)
         clean = self.model.clean(x, t, prediction)
         nothing, one = torch.zeros_like(x), torch.ones_like(x)
         noise = (x - self.model.corrupt(clean, nothing, t)) / self.model.corrupt(nothing, one, t)
-        return clean, noise
+        return (x if self.times[step] < 0 else clean), noise
 
     def advance(
         self, x: Tensor, step: int, condition: Condition, null: Condition | None = None

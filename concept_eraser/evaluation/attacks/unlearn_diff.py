@@ -91,13 +91,16 @@ def _newton(rows: Tensor, mu: Tensor, total: float) -> tuple[Tensor, Tensor]:
 def sampled_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Return one token of each distribution, by inversion: [..., V] and [...] in [0, 1) -> [...].
 
-    A token of probability 0 is never sampled. One pass over the vocabulary takes a seventh of the
-    time of `torch.multinomial`, and nothing of the size of the vocabulary leaves the device.
+    On a CPU a token of probability 0 is never sampled. A GPU's cumulative sum may fall by rounding,
+    and then it can be. A distribution that is not finite gives the last token. One pass over the
+    vocabulary takes a seventh of the time of `torch.multinomial`, and nothing of the size of the
+    vocabulary leaves the device.
     """
     cumulative = probabilities.cumsum(-1)
     total = cumulative[..., -1:]
     least = torch.minimum(uniform[..., None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, least, right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, least, right=True).squeeze(-1)
+    return tokens.clamp_(max=probabilities.shape[-1] - 1)
 
 
 class _Straight(torch.autograd.Function):
