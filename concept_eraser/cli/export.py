@@ -31,7 +31,8 @@ def export(
             "--output",
             "-o",
             help=(
-                "where to: a folder for diffusers, else a .safetensors file (default: RUN/exports/)"
+                "where to: a folder for diffusers, else a .safetensors file (default: in "
+                "RUN/exports/, with a strength other than 1 in the name)"
             ),
         ),
     ] = None,

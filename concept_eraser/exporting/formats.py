@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from concept_eraser.exporting import lora_export
+from concept_eraser.exporting.card_snippets import exported_pipeline
 from concept_eraser.exporting.lora_export import LoraRequest
 from concept_eraser.exporting.low_rank import Changes, LayerErrors
 from concept_eraser.models import loading, run_base, single_file
@@ -77,7 +78,8 @@ def export(
         before: the original model (default: the one that a run's recipe names). It is not needed
             for a whole model at strength 1.
         output: a folder for diffusers, else a .safetensors file. It must not exist. The default is
-            in exports/ of a run folder, else in the working folder.
+            in exports/ of a run folder, else in the working folder. Its name has a strength other
+            than 1.
         strength: 0 is the original and 1 the erasure. Other values interpolate or extrapolate.
         rank: the rank of a LoRA (default: that of the erasure's own factors, else the smallest rank
             with an error of at most `max_error`). A smaller rank than that of the own factors
@@ -94,8 +96,9 @@ def export(
         The path, and the rank and errors of a LoRA.
 
     Raises:
-        UserError: the two models do not match, the error of the LoRA is above `max_error`, or the
-            block weights are not those of the family.
+        UserError: the two models do not match, the error of the LoRA is above `max_error`, the
+            block weights are not those of the family, or the output is the place of a run's
+            pipeline and the strength is not 1.
 
     Example:
         >>> import concept_eraser
@@ -113,7 +116,7 @@ def export(
         raise UserError(
             f"--block-weights is for a LoRA in kohya's naming (--to kohya), found --to {to}"
         )
-    place = _place(Path(source), to, output)
+    place = _place(Path(source), to, output, strength)
     if not (abs(strength) <= limits.PORTION and math.isfinite(max_error)):
         raise UserError(
             f"strength is a number from -{limits.PORTION:g} to {limits.PORTION:g} and "
@@ -184,13 +187,15 @@ def _write_lora(
     )
 
 
-def _place(source: Path, to: str, output: str | Path | None) -> Path:
+def _place(source: Path, to: str, output: str | Path | None, strength: float) -> Path:
     """Return the output path.
 
-    Raises UserError if it exists, or if its name does not fit the format.
+    Raises UserError if it exists, if its name does not fit the format, or if it is the place of the
+    run's pipeline and the strength is not 1.
     """
     if output is None:
-        name = f"{source.stem if source.suffix == _SUFFIX else source.name}-{to}"
+        name = source.stem if source.suffix == _SUFFIX else source.name
+        name += f"-{to}" if strength == 1 else f"-strength-{strength:g}-{to}"
         folder = source / "exports" if (source / "recipe.yaml").is_file() else Path()
         place = folder / (name if to == "diffusers" else name + _SUFFIX)
     else:
@@ -198,6 +203,11 @@ def _place(source: Path, to: str, output: str | Path | None) -> Path:
     if (place.suffix == _SUFFIX) != (to != "diffusers"):
         expected_kind = f"a {_SUFFIX} file" if to != "diffusers" else "a folder"
         raise UserError(f"--to {to} writes {expected_kind}, found the output {place}")
+    if strength != 1 and place.resolve() == exported_pipeline(source).resolve():
+        raise UserError(
+            f"{place} is the place of the run's pipeline at strength 1, which `push` uploads, "
+            f"found strength {strength:g}; give another --output"
+        )
     if os.path.lexists(place):
         raise UserError(f"{place} exists already; give another --output, or remove it")
     probe(place)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.cli.main import app
-from concept_eraser.exporting import formats
+from concept_eraser.exporting import formats, hub
 from concept_eraser.models import single_file
 from concept_eraser.models.loading import load
 from concept_eraser.utils import resources
@@ -423,10 +424,28 @@ def test_the_command(runs) -> None:
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "(rank 2; its own factors)" in result.output
-    assert (runs["lora"] / "exports" / "lora-kohya.safetensors").is_file()
+    assert (runs["lora"] / "exports" / "lora-strength-0.5-kohya.safetensors").is_file()
     assert "ignores" not in result.output, "every program reads the cross-attention"
     refusal = CliRunner().invoke(app, command)
     assert "exists already" in str(refusal.exception)
+
+
+def test_only_the_pipeline_at_strength_1_is_that_of_the_run(runs, tmp_path: Path) -> None:
+    run = tmp_path / "star"
+    shutil.copytree(runs["lora"], run, ignore=shutil.ignore_patterns("exports"))
+
+    def pushed() -> set[str]:
+        return {upload.name for upload in hub.push_to_hub(run, "me/star", dry_run=True).uploads}
+
+    for strength in (0.5, 0.0, -1.0):
+        place = formats.export(run, "diffusers", strength=strength).path
+        assert place == run / "exports" / f"star-strength-{strength:g}-diffusers"
+        assert "model_index.json" not in pushed(), "the LoRA alone"
+    with pytest.raises(UserError, match=r"at strength 1.*found strength 0\.5.*another"):
+        formats.export(run, "diffusers", strength=0.5, output=run / "exports" / "star-diffusers")
+    place = formats.export(run, "diffusers").path
+    assert place == run / "exports" / "star-diffusers"
+    assert "model_index.json" in pushed()
 
 
 def test_the_command_warns_of_layers_that_a_program_ignores(runs, tmp_path: Path) -> None:
