@@ -15,7 +15,8 @@ TOKEN = "hf_" + "t" * 34
 
 class Hub:
     """Records the requests (method and path), the tokens, and the files of the commits. `refuse`
-    maps a part of a path to the status of the response.
+    maps a part of a path to the status of the response. With `public` the repository exists and is
+    public.
     """
 
     def __init__(self) -> None:
@@ -24,6 +25,7 @@ class Hub:
         self.files: dict[str, bytes] = {}
         self.new_repositories: list[dict[str, Any]] = []
         self.refuse: dict[str, int] = {}
+        self.public = False
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -50,11 +52,13 @@ class Hub:
             def answer(self, body: bytes) -> None:
                 hub.requests.append(f"{self.command} {self.path}")
                 hub.tokens.add(self.headers.get("Authorization"))
-                status = next((code for part, code in hub.refuse.items() if part in self.path), 200)
+                refused = {**hub.refuse, **({"/repos/create": 409} if hub.public else {})}
+                status = next((code for part, code in refused.items() if part in self.path), 200)
                 if status == 200 and self.headers.get("Authorization") != f"Bearer {TOKEN}":
                     status = 401
+                refusal = {"error": "refused", "url": f"{hub.url}/me/no-star"}
                 content = json.dumps(
-                    hub.reply(self.path, body) if status == 200 else {"error": "refused"}
+                    hub.reply(self.path, body) if status == 200 else refusal
                 ).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -98,4 +102,9 @@ class Hub:
             "sha": "0" * 40,
             "siblings": [],
             "id": "me/no-star",
+            "private": not self.public and any(map(_is_private, self.new_repositories)),
         }
+
+
+def _is_private(repository: dict[str, Any]) -> bool:
+    return bool(repository.get("private", repository.get("visibility") == "private"))

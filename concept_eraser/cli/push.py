@@ -25,7 +25,12 @@ def push(
             ),
         ),
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="make the repository private")] = False,
+    private: Annotated[
+        bool,
+        typer.Option(
+            "--private", help="make a new repository private; upload nothing to a public one"
+        ),
+    ] = False,
     revision: Annotated[
         Optional[str],
         typer.Option(

@@ -85,7 +85,7 @@ def push_to_hub(
         kind: "pipeline" (for `from_pretrained`), "lora" (for `load_lora_weights`) or "both"
             (default: "pipeline", or "lora" of a run that holds no pipeline). For a classifier, CLIP
             model or VAE, "pipeline" is the folder of the whole model.
-        private: whether a new repository is private.
+        private: whether a new repository is private. A public one that exists is then refused.
         revision: a branch. It is created if it does not exist.
         license: the licence of the weights, see `card`.
         benchmark: the hub id of a dataset whose eval.yaml has the tasks of the run's numbers. The
@@ -98,7 +98,8 @@ def push_to_hub(
 
     Raises:
         UserError: the run is unfinished or has no files for `kind`, a name is wrong, there is a
-            `benchmark` but no number, or the hub cannot be reached or refuses.
+            `benchmark` but no number, the repository is public in spite of `private`, or the hub
+            cannot be reached or refuses.
 
     Example:
         >>> import concept_eraser
@@ -273,6 +274,12 @@ def _upload(
     ]
     try:
         api.create_repo(push.repository, private=private, exist_ok=True)
+        if private and not api.repo_info(push.repository).private:  # it existed before
+            raise UserError(
+                f"{push.repository} is public, and --private does not change a repository that "
+                "exists, so nothing was uploaded; make it private in its settings on the hub, give "
+                "another name, or leave out --private"
+            )
         if revision:
             api.create_branch(push.repository, branch=revision, exist_ok=True)
         commit = api.create_commit(
@@ -281,6 +288,8 @@ def _upload(
             commit_message="model and card, by concept_eraser",
             revision=revision,
         )
+    except UserError:
+        raise
     except Exception as hub_error:  # the hub's client raises about twenty types of errors
         raise UserError(_refusal(push.repository, hub_error)) from None
     return HubUpload(

@@ -455,6 +455,19 @@ def test_an_upload_arrives_and_generates_the_runs_image(run: Path, tmp_path: Pat
     assert not any(TOKEN in p.read_text() for p in run.rglob("*.json"))
 
 
+def test_nothing_private_goes_to_a_public_repository(run: Path, world) -> None:
+    """The hub answers 409 for a repository that exists, and does not change it."""
+    server = Hub()
+    server.public = True
+    world(server.url)
+    with pytest.raises(UserError, match=r"me/no-star is public.* so nothing was uploaded; make it"):
+        concept_eraser.push_to_hub(run, "me/no-star", private=True, revision="draft", token=TOKEN)
+    assert not server.files
+    assert not any("/commit/" in one or "/branch/" in one for one in server.requests)
+    concept_eraser.push_to_hub(run, "me/no-star", kind="lora", token=TOKEN)
+    assert server.files, "without --private it is uploaded"
+
+
 def test_what_the_hub_refuses_is_an_error_in_one_sentence(run: Path, world) -> None:
     server = Hub()
     world(server.url)
