@@ -143,6 +143,8 @@ def report_runs(
 def save_before_after(evaluation: PromptEvaluation, path: Path, pairs: int = PAIRS) -> Path:
     """Write images of the first forget group and the last retain group, before above after.
 
+    They are blurred if the suite is sensitive.
+
     Args:
         evaluation: The evaluation with its images.
         path: The PNG file.
@@ -160,5 +162,7 @@ def save_before_after(evaluation: PromptEvaluation, path: Path, pairs: int = PAI
         cat([group.images[when][:pairs] for group in example_groups])
         for when in ("before", "after")
     )
+    if html.is_sensitive(evaluation.as_dict()):
+        before, after = html.all_blurred(before), html.all_blurred(after)
     plots.save(plots.grid(before, after, pairs), path)
     return path

@@ -30,6 +30,7 @@ from concept_eraser.reporting import (
     ranking,
     run_results,
     several_runs,
+    write,
 )
 from concept_eraser.utils import rendering, resources
 from concept_eraser.utils.errors import UserError
@@ -325,6 +326,27 @@ def test_sensitive_images_are_blurred_in_the_file(runs: list[Path], tmp_path: Pa
             assert detail(one) < 0.02 * detail(other)
         assert "--show-sensitive" in blurred_page.words
         assert "--show-sensitive" not in clear_page.words
+
+
+def test_the_images_before_and_after_are_blurred_too(runs: list[Path], tmp_path: Path) -> None:
+    suite = suites.load(SUITE).with_at_most(2)
+    secret = suites.load({**SUITE, "sensitive": True}).with_at_most(2)
+    clear, blurred = (
+        np.asarray(
+            Image.open(
+                write.save_before_after(
+                    api.evaluate(runs[0], one), tmp_path / f"{one.sensitive}.png", pairs=2
+                )
+            ),
+            float,
+        )
+        for one in (suite, secret)
+    )
+    size = blurred.shape[1] // 2  # of an image and its margin, at twice the size
+    for top in (0, size):
+        for left in (0, size):
+            square = np.s_[top : top + size - 4 : 2, left : left + size - 4 : 2]
+            assert detail(blurred[square]) < 0.02 * detail(clear[square])
 
 
 @pytest.mark.parametrize(
