@@ -102,7 +102,7 @@ def attack(
             help=(
                 "sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, "
                 "sld-strong:, sld-max:, adavd:, adavd-adaptive:, safree:, safree-validated: "
-                "or semantic-surgery:"
+                "or semantic-surgery:; the run's report and model card leave the result out"
             )
         ),
     ] = None,
@@ -123,7 +123,8 @@ def attack(
             "-o",
             help=(
                 "folder of attack.json, attack.csv.xz and attempts.jsonl (default: "
-                "attacks/<attack> in the run folder, or here)"
+                "attacks/<attack> in the run folder, or here; with --guard "
+                "attacks/<attack>-<kind>)"
             ),
         ),
     ] = None,
@@ -197,7 +198,8 @@ def attack(
         summarise(result)
         _show_controls(result)
         typer.echo(f"numbers: {folder / 'attack.json'}")
-        if run_folder != Path() and folder.is_relative_to(run_folder):
+        # the run's report leaves out attacks under a safeguard
+        if run_folder != Path() and folder.is_relative_to(run_folder) and guard is None:
             typer.echo(f"images:  concept-eraser report {run_folder}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.evaluation import result_schema
+from concept_eraser.models.safeguards import safeguard_in
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.reporting import run_results
 from concept_eraser.storage.readers import read_json
@@ -24,7 +25,7 @@ class Measurements:
         recipe: The recipe of the run.
         evaluations: The evaluations of the run's weights, its own evaluation.json first.
         attacks: The attacks on these weights, by label.
-        unlike: The names of evaluations and attacks of other weights.
+        unlike: The names of evaluations and attacks of other weights, or under a safeguard.
     """
 
     recipe: Recipe
@@ -79,7 +80,12 @@ def read(folder: Path, recipe: Recipe) -> Measurements:
         attacks, others = run_results.attacks_of(folder, victim, [])
         unlike += others
     else:
-        attacks = {path.name: a for path, a in run_results.read_attacks(folder / "attacks")}
+        attacks = {}
+        for path, attack in run_results.read_attacks(folder / "attacks"):
+            if safeguard_in(run_results.victim_of(attack)):
+                unlike.append(run_results.attack_name(path, attack))
+            else:
+                attacks[path.name] = attack
     return Measurements(
         recipe, [clean(e) for e in evaluations if _weights(e) == victim], clean(attacks), unlike
     )
@@ -129,9 +135,9 @@ def concept_text(concept: Mapping[str, str]) -> str:
 
 
 def _weights(evaluation: Mapping[str, Any]) -> str | None:
-    """Return the fingerprint of the evaluated weights. None for labelled data, which has none."""
+    """Return the evaluated model, see `run_results.sampled_model`. None for labelled data."""
     after = evaluation.get("models", {}).get("after")
-    return None if after is None else run_results.weights_of(after)
+    return None if after is None else run_results.sampled_model(after)
 
 
 def _about(objective: Any, results: Mapping[str, Any], alone: bool) -> bool:

@@ -458,8 +458,8 @@ def _limits(findings: Measurements) -> Iterator[str]:
         yield from _attack_limits(findings)
     if findings.unlike:
         yield (
-            "Left out, because they measured or attacked other weights than those evaluated: "
-            f"{', '.join(findings.unlike)}."
+            "Left out, because they were under a safeguard, or measured or attacked other weights "
+            f"than those evaluated: {', '.join(map(_cell, findings.unlike))}."
         )
     concepts = ", ".join(map(_cell, findings.missing(findings.evaluations)))
     if not findings.evaluations and not findings.several:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from concept_eraser.models import cross_attention, generation_stages
 from concept_eraser.models.base import Condition, Model, Weights
-from concept_eraser.models.safeguards import Guard
+from concept_eraser.models.safeguards import Guard, protected_name
 from concept_eraser.models.stored_parts import StoredPart
 from concept_eraser.models.vocabulary import Words
 from concept_eraser.storage.readers import read_json
@@ -266,7 +266,7 @@ class Latent(Model):
         """
         if not self.has_clip_words:
             raise self.lacks(f"the safeguard {guard.kind!r}")
-        self.guard, self.source = guard, f"{self.source} under {guard}"
+        self.guard, self.source = guard, protected_name(self.source, guard)
 
     def _only_read(self, weights: Weights | None, rows: Tensor | None) -> None:
         """Raise UserError if an encoder's weights or its tokens' embeddings are to be replaced."""

@@ -24,6 +24,7 @@ number of 50 steps; here it is the same share of any number of steps. diffusers'
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ STATE_KINDS: dict[str, Callable[[Any, str, Any], AbstractContextManager[None]]] 
     "semantic-surgery": state_safeguards.subtracted,
 }
 KINDS = ("negative", *SLD, *STATE_KINDS)
+# in the name of a model that samples under a safeguard, see `protected_name`
+_IN_NAME = re.compile(rf" under ((?:{'|'.join(map(re.escape, KINDS))}):.+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,17 @@ class Guard:
             yield
         finally:
             handle.remove()
+
+
+def protected_name(source: str, guard: Guard) -> str:
+    """Return the name of a model that samples under a safeguard, as results have it."""
+    return f"{source} under {guard}"
+
+
+def safeguard_in(model: str) -> str:
+    """Return the safeguard in "source (fingerprint)" as kind:text, or "" if there is none."""
+    found = _IN_NAME.search(model.rsplit(" (", 1)[0])
+    return found.group(1) if found else ""
 
 
 class _Change:

@@ -8,6 +8,7 @@ from typing import Any
 
 from concept_eraser.evaluation import result_schema
 from concept_eraser.evaluation.base import is_share
+from concept_eraser.models.safeguards import safeguard_in
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.migration import migrate_results
@@ -85,6 +86,22 @@ def require_alike_settings(contents: Mapping[str, dict[str, Any]], metric: str, 
             )
 
 
+def _require_safeguards_alike(contents: Mapping[str, dict[str, Any]]) -> None:
+    """Raise UserError for attacks of which only some are on a model under a safeguard."""
+    guards = {}
+    for name, content in contents.items():
+        models = content.get("models")
+        victim = models.get("victim") if isinstance(models, Mapping) else None
+        guards[name] = safeguard_in(victim) if isinstance(victim, str) else ""
+    guarded = next((name for name, guard in guards.items() if guard), None)
+    bare = next((name for name, guard in guards.items() if not guard), None)
+    if guarded is not None and bare is not None:
+        raise UserError(
+            f"{guarded} was attacked under the safeguard {guards[guarded]!r} and {bare} without "
+            "one, so their rates are not compared; attack both with a safeguard, or both without"
+        )
+
+
 def _find(content: Mapping[str, Any], metric: str, group: str) -> dict[str, Any] | None:
     return next(
         (r for r in content["results"] if (r["metric"], r["group"]) == (metric, group)), None
@@ -94,9 +111,11 @@ def _find(content: Mapping[str, Any], metric: str, group: str) -> dict[str, Any]
 def table(contents: Mapping[str, dict[str, Any]]) -> list[list[str]]:
     """Return the rows of the table: metric and group, then each model's value with its interval.
 
-    Raises UserError for different protocols or settings.
+    Raises UserError for different protocols or settings, and for attacks with and without a
+    safeguard.
     """
     require_alike(contents)
+    _require_safeguards_alike(contents)
     if any("rates" in content for content in contents.values()):
         keys = list(dict.fromkeys(key for content in contents.values() for key in content["rates"]))
         return [

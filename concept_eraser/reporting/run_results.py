@@ -13,6 +13,7 @@ from concept_eraser import registry
 from concept_eraser.evaluation import result_schema
 from concept_eraser.evaluation.statistics import Interval
 from concept_eraser.evaluation.suite import Suite
+from concept_eraser.models.safeguards import safeguard_in
 from concept_eraser.reporting import compare, html
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.errors import UserError
@@ -44,7 +45,7 @@ class Entry:
         facts: The facts about its training.
         attacks: The contents of attack.json, by label.
         unlike: The attacks in its folder that are left out. They attacked other weights than those
-            of the evaluation, or searched for another concept.
+            of the evaluation, or the same under another safeguard, or searched for another concept.
     """
 
     name: str
@@ -107,8 +108,23 @@ def weights_of(model: str) -> str:
     return model.rsplit(" (", 1)[-1].rstrip(")")
 
 
-def _attacked_model(attack: Mapping[str, Any]) -> str:
-    return weights_of(attack.get("models", {}).get("victim", ""))
+def sampled_model(model: str) -> str:
+    """Return the fingerprint in "source (fingerprint)", followed by the safeguard if there is one.
+
+    Numbers are of one model only if both agree.
+    """
+    return " ".join(filter(None, (weights_of(model), safeguard_in(model))))
+
+
+def victim_of(attack: Mapping[str, Any]) -> str:
+    """Return the attacked model as "source (fingerprint)", or "" if it is not stated."""
+    return str(attack.get("models", {}).get("victim", ""))
+
+
+def attack_name(folder: Path, attack: Mapping[str, Any]) -> str:
+    """Return the name of the folder of an attack, with the safeguard that it was run under."""
+    guard = safeguard_in(victim_of(attack))
+    return f"{folder.name} (under the safeguard {guard})" if guard else folder.name
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -226,18 +242,22 @@ def attacks_of(
 
     Args:
         folder: The run folder, whose attacks/ is read.
-        victim: The fingerprint of the model.
+        victim: The model, see `sampled_model`.
         files: More folders, from which the attacks on this model are taken.
         concept: Leave out attacks on other concepts.
 
     Returns:
         The attacks by label, and the names of those left out: attacks in the run folder on other
-        weights, and attacks on another concept.
+        weights or under another safeguard, and attacks on another concept.
     """
     inside = list(read_attacks(folder / "attacks"))
     places = {path.resolve(): content for path, content in inside}
     places |= {path.resolve(): content for more in files for path, content in read_attacks(more)}
-    ours = {path: content for path, content in places.items() if _attacked_model(content) == victim}
+    ours = {
+        path: content
+        for path, content in places.items()
+        if sampled_model(victim_of(content)) == victim
+    }
     other_concepts = {
         path: attack_concept
         for path, content in ours.items()
@@ -251,8 +271,8 @@ def attacks_of(
         name = name if times[name] == 1 else path.name
         attacks[name if name not in attacks else str(path)] = content
     other_weights = [
-        path.name
-        for path, _ in inside
+        attack_name(path, content)
+        for path, content in inside
         if path.resolve() not in ours and path.resolve() not in other_concepts
     ]
     return attacks, other_weights + [
@@ -280,7 +300,7 @@ def read(
     for name, folder in zip(names, folders, strict=True):
         content = read_evaluation(folder)
         attacks_on_run, unlike = attacks_of(
-            folder, weights_of(content["models"]["after"]), attacks, concept_of(content)
+            folder, sampled_model(content["models"]["after"]), attacks, concept_of(content)
         )
         entries.append(
             Entry(
@@ -308,14 +328,14 @@ def read(
 
 def require_useful(attacks: Sequence[Path], victims: Sequence[str]) -> None:
     """Raise UserError for a folder without an attack on one of the victims."""
-    fingerprints = set(map(weights_of, victims))
+    reported_models = set(map(sampled_model, victims))
     for folder in attacks:
-        attacked_models = {_attacked_model(content) for _, content in read_attacks(folder)}
-        if not attacked_models & fingerprints:
+        attacked_models = {sampled_model(victim_of(content)) for _, content in read_attacks(folder)}
+        if not attacked_models & reported_models:
             problem = (
                 "holds no attack.json"
                 if not attacked_models
-                else "holds attacks on other weights only"
+                else "holds attacks on other weights only, or under another safeguard"
             )
             raise UserError(
                 f"{folder} {problem}; give the folder of an attack on one of the reported runs"

@@ -41,7 +41,7 @@ class AttackSection:
     Attributes:
         curves: one figure for each attack.
         costs: (attack, its family, run, cost in words).
-        unlike: the attacks that are left out, on other weights or for another concept.
+        unlike: the attacks that are left out, on another model or for another concept.
         albums: the images of the attacks, if the page shows them in this section.
         excess: the cells of the excess recovery against controls, by EXCESS_COLUMNS.
         savings: the cells of the relearning savings, by SAVINGS_COLUMNS.

@@ -104,7 +104,7 @@ def report_evaluation(
         facts = _facts(folder)
         run_results.require_useful(attack_folders, [after])
         attacks_on_it, unlike = run_results.attacks_of(
-            folder, run_results.weights_of(after), attack_folders, evaluation.suite.concept
+            folder, run_results.sampled_model(after), attack_folders, evaluation.suite.concept
         )
         entry = run_results.Entry(
             name=folder.resolve().name,

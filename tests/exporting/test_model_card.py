@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.cli.main import app
+from concept_eraser.exporting import eval_results
 from concept_eraser.utils import path_redaction
 from tests.conftest import short
 
@@ -342,3 +343,31 @@ def test_the_command(evaluated_run: Path, tmp_path: Path) -> None:
         concept_eraser.card(tmp_path)
     with pytest.raises(UserError, match="is no run folder"):
         concept_eraser.card(tmp_path / "nowhere")
+
+
+def test_an_attack_under_a_safeguard_is_no_statement_about_the_weights(
+    evaluated_run: Path, bare: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "no_star"
+    shutil.copytree(evaluated_run, run)
+    command = ["attack", str(run), "-a", "random_tokens", "--set", "tries=1", "-n", "2"]
+    result = CliRunner().invoke(app, [*command, "--guard", "negative:a star"])
+    assert result.exit_code == 0, result.output
+    assert "concept-eraser report" not in result.output
+    folder = run / "attacks" / "random_tokens-negative"
+    attack = json.loads((folder / "attack.json").read_text())
+    assert attack["models"]["victim"].startswith(f"{run} under negative:a star (")
+    shutil.copytree(folder, bare / "attacks" / folder.name)
+    name = "random_tokens-negative (under the safeguard negative:a star)"
+    for one in (run, bare):
+        text = concept_eraser.card(one)
+        assert attack["protocol_hash"] not in text
+        assert "Left out, because they were under a safeguard, or measured" in text
+        assert f"than those evaluated: {name}." in text
+    assert "This erasure was not attacked." in text
+    assert eval_results.hub_files(run, "me/x") == eval_results.hub_files(evaluated_run, "me/x")
+    page = concept_eraser.report([run], tmp_path / "page.html").read_text()
+    assert "random_tokens" not in page.replace(name, "")
+    assert f"or under another safeguard, or searched for another concept: {name} in" in page
+    with pytest.raises(UserError, match="on other weights only, or under another safeguard"):
+        concept_eraser.report([run], tmp_path / "page.html", attacks=[folder])

@@ -70,3 +70,18 @@ def test_attacks_are_compared_too(tmp_path: Path) -> None:
         ["asr", "50 [25, 75]", "-"],
         ["pre", "-", "50 [25, 75]"],
     ]
+
+
+def test_attacks_with_and_without_a_safeguard_are_not_compared() -> None:
+    rate = {"value": 0.5, "low": 0.25, "high": 0.75, "n": 10}
+    content = {"protocol": {"attack": "p4d"}, "protocol_hash": "h", "rates": {"asr": rate}}
+    bare, negative, strong = (
+        {**content, "models": {"victim": f"runs/star{safeguard} (0123456789)"}}
+        for safeguard in ("", " under negative:a star (5 points)", " under sld-max:a star")
+    )
+    for contents in ({"a": bare, "b": negative}, {"b": negative, "c": strong, "a": bare}):
+        with pytest.raises(
+            UserError, match=r"b was .* 'negative:a star \(5 points\)' and a without one"
+        ):
+            compare.table(contents)
+    assert len(compare.table({"b": negative, "c": strong})) == 1
