@@ -541,7 +541,8 @@ def evaluate(
         suite: an evaluation suite by name or path, or a mapping (default: the one named like the
             forget set of the run, else tiny_star).
         before: the original (default: the model that the run's recipe names, else tiny-sd).
-            Required for a LoRA or another part of a pipeline. Also required for a run on labelled
+            Required for a LoRA or another part of a pipeline, and for any other model without a
+            recipe that has not the architecture of tiny-sd. Also required for a run on labelled
             data whose model was in memory.
         after: the erased model of a run on labelled data, if it was in memory.
         data: the labelled data that were in memory, by "forget", "retain", "test".
@@ -570,8 +571,8 @@ def evaluate(
     Raises:
         UserError: the suite, a judge or a metric is unknown, a judge does not know the concept, the
             data or a model are not available, or the folder cannot be written to or holds an
-            evaluation.json that this package did not write. Or a control has another tokenizer,
-            text encoder or VAE than the original.
+            evaluation.json that this package did not write. Or `before` is missing, or a control
+            has another tokenizer, text encoder or VAE than the original.
 
     Example:
         >>> import concept_eraser
@@ -910,13 +911,21 @@ def _pair(
     allow_pickle: bool,
     guard: str | Guard | None,
 ) -> tuple[Model, Model]:
-    """Load the original and the model to measure."""
+    """Load the original and the model to measure.
+
+    Raises UserError for a model of unknown origin that cannot be made from the bundled one.
+    """
     recipe = suite_matching.recipe_of(model)
     source = before if before is not None else recipe.model if recipe else None
     original = loading.original_of(model, source, allow_pickle=allow_pickle)
     after = load(model, allow_pickle=allow_pickle, base=source if original is None else original)
     if original is None:
         original = loading.load(BUNDLED if source is None else source, allow_pickle=allow_pickle)
+    if source is None and runner.layout(after) != runner.layout(original):
+        raise UserError(
+            f"the original model of {after.source} is not known, and it is not {BUNDLED}, which "
+            "has another architecture; give the original with --before"
+        )
     for loaded_model in (original, after):
         loaded_model.configure(recipe.model_options if recipe else {})
     _protect(after, guard)

@@ -26,6 +26,7 @@ from concept_eraser.recipes import (
 )
 from concept_eraser.recipes.memory_presets import PRESETS
 from concept_eraser.utils.errors import UserError
+from tests import families
 from tests.conftest import ROOT
 
 FUNCTIONS = (
@@ -236,6 +237,18 @@ def test_a_recipe_or_its_keys() -> None:
         api.erase("tiny_star_munba", method="munba", training={"steps": 1})
     with pytest.raises(TypeError, match="forgett"):
         api.erase(forgett="tiny_star")
+
+
+def test_a_model_of_unknown_origin_is_not_compared_with_the_bundled_one(tmp_path: Path) -> None:
+    folder = families.build("sdxl", tmp_path / "theirs")
+    for measure in (api.evaluate, api.attack):
+        with pytest.raises(UserError, match=r"original model of .*theirs is not known.*--before"):
+            measure(folder, suite="tiny_star", n=2)
+    api.load("tiny-sd").save(tmp_path / "ours")
+    groups = {"direct": {"prompts": "tiny_star", "role": "forget", "n": 2}}
+    suite = {"concept": {"shape": "star"}, "sampling": {"steps": 2}, "groups": groups}
+    evaluation = api.evaluate(tmp_path / "ours", suite, metrics=["concept_rate"])
+    assert evaluation.models["before"].startswith("tiny-sd (")
 
 
 def test_what_belongs_to_other_calls_is_refused(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def attack(
         typer.Option(
             help=(
                 "the original model, which generates the concept (default: the model that the "
-                "run's recipe names)"
+                "run's recipe names; without a recipe tiny-sd, for models of its architecture only)"
             )
         ),
     ] = None,

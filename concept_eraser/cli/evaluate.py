@@ -33,7 +33,12 @@ def evaluate(
     ] = None,
     before: Annotated[
         Optional[str],
-        typer.Option(help="the original model (default: the one that the run's recipe names)"),
+        typer.Option(
+            help=(
+                "the original model (default: the one that the run's recipe names; without a "
+                "recipe tiny-sd, for models of its architecture only)"
+            )
+        ),
     ] = None,
     n: Annotated[
         Optional[int],

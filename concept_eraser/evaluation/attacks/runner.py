@@ -575,7 +575,7 @@ def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: 
             f"the attack {str(protocol.attack)!r} samples by itself, where the safeguard of "
             f"{victim.source} has no effect; attack the model without it"
         )
-    if _layout(victim) != _layout(original):
+    if layout(victim) != layout(original):
         raise UserError(
             f"{victim.source} and {original.source} are of different architectures; give "
             "the model before its erasure with --before"
@@ -587,7 +587,7 @@ def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: 
         )
 
 
-def _layout(model: Model) -> tuple[object, ...]:
+def layout(model: Model) -> tuple[object, ...]:
     """Return what two compatible models share: family, latents, and the single text embedding."""
     return (
         model.family,
