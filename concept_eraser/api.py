@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from concept_eraser.models.run_base import RunBase
 from concept_eraser.models.safeguards import Guard
 from concept_eraser.recipes import keywords
 from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.overrides import as_text
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.registry import memory_name
 from concept_eraser.reporting import attack_sheet, html, plots, run_results, write
@@ -384,7 +384,7 @@ def _resolve(
         overrides = ()
     else:
         content, objects = _without_objects(_content(recipe, keys))
-    of_model = [f"model={json.dumps(name)}"] if name is not None else []
+    of_model = [f"model={as_text(name)}"] if name is not None else []
     return recipes.load(content, [*overrides, *of_model]), objects
 
 

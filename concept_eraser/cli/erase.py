@@ -419,9 +419,9 @@ def _objectives(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[
 
 
 def _quote(value: Any) -> str:
-    import json
+    from concept_eraser.recipes import overrides
 
-    return json.dumps(value) if isinstance(value, str | dict | list) else str(value)
+    return overrides.as_text(value) if isinstance(value, str | dict | list) else str(value)
 
 
 def run(

@@ -24,7 +24,6 @@ precedence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def complete(changes: Sequence[str]) -> list[str]:
     ]
     lora = _lora(settings, concepts)
     if lora is not None:
-        after.append(f"trainable.lora={json.dumps(lora)}")
+        after.append(f"trainable.lora={overrides.as_text(lora)}")
         if not _says(trainable, "select"):
             after.append(f"trainable.select={LORA_LAYERS}")
     low = lora is not None or (isinstance(trainable, dict) and not _off(trainable.get("lora")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 from concept_eraser.storage.readers import parse_yaml
@@ -11,6 +13,8 @@ from concept_eraser.utils.errors import UserError, quote
 # `method: munba` is {name: munba}; all else is {prompts: ...}
 DEEPEST = 10  # names in the path of an override
 SHORT = {"method": "name", "finish": "name", "trainable": "select"}
+# characters that JSON writes as they are, but YAML refuses or folds into a space
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")
 
 
 def concepts(value: list[Any]) -> Any:
@@ -36,6 +40,16 @@ def concepts(value: list[Any]) -> Any:
                 f"{quote(item)} is neither a text nor a mapping such as {{prompts: NAME}}"
             )
     return objectives[0] if len(objectives) == 1 else objectives
+
+
+def as_text(value: Any) -> str:
+    """Return a value as the right side of an override, from which `apply` reads the same value.
+
+    It is JSON without escapes of surrogates, which YAML refuses. Raises TypeError or ValueError for
+    a value that JSON cannot hold.
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def apply(content: dict[str, Any], text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -95,7 +94,7 @@ def recipe_content(
 def _as_json(value: Any) -> str | None:
     """The value as JSON; None for an object that only Python can hold."""
     try:
-        return json.dumps(value)
+        return overrides.as_text(value)
     except (TypeError, ValueError):
         return None
 

@@ -279,6 +279,17 @@ def test_flags_make_a_recipe(cli) -> None:
     assert recipe["training"]["lr"] == 1e-5
 
 
+def test_characters_above_the_basic_plane_stay_as_they_are(cli, tmp_path: Path) -> None:
+    (tmp_path / "😀.txt").write_text("a red star\n")
+    process = cli(
+        *("erase", "--forget", "😀.txt", "--anchor", "a 😀 face", "--retain", "tiny_rest"),
+        *("--dry-run", "--no-two-steps"),
+    )
+    assert process.returncode == 0, process.stderr
+    assert "prompts: 😀.txt" in process.stdout
+    assert "anchor: a 😀 face" in process.stdout
+
+
 def test_version(cli) -> None:
     assert cli("--version").stdout.startswith("concept-eraser 0.")
 

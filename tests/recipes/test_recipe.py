@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from concept_eraser import registry
 from concept_eraser.losses import denoiser, labelled, text_encoder
-from concept_eraser.recipes import objective_fields, recipe
+from concept_eraser.recipes import objective_fields, overrides, recipe
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
 from tests.conftest import short
@@ -115,6 +116,13 @@ def test_overrides() -> None:
 def test_bad_overrides(bad: str) -> None:
     with pytest.raises(UserError):
         recipe.load("tiny_star_munba", [bad])
+
+
+@pytest.mark.parametrize("text", ["a 😀 face", "𝒳", "a\u2028b\x85c\x7f\uffff", '"\\ud83d" é', ["😀"]])
+def test_a_value_of_an_override_keeps_every_character(text: Any) -> None:
+    content: dict[str, Any] = {}
+    overrides.apply(content, f"forget.anchor={overrides.as_text(text)}")
+    assert content == {"forget": {"anchor": text}}
 
 
 def test_yaml_numbers_that_are_strings() -> None:
