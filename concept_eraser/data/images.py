@@ -117,10 +117,11 @@ def _caption(text: str, place: str) -> str:
 def read(path: Path, size: tuple[int, int]) -> np.ndarray:
     """Read an image file, resized and centre-cropped to (height, width): [h, w, 3] uint8.
 
+    The pixels are those of `read_image`: rotated as the file states, transparency on white.
     Raises UserError for a file that is no image, is damaged, too small, too large, or too narrow to
     be cropped.
     """
-    image = _decode(path, "no readable image", lambda opened: opened.convert("RGB"))
+    image = _decode(path, "no readable image", _upright)
     height, width = size
     scale = max(width / image.width, height / image.height)
     large = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from concept_eraser.data import images
+from concept_eraser.data import images, labelled
 from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError
 
@@ -82,6 +82,27 @@ def test_every_mode_becomes_rgb(mode: str, tmp_path: Path) -> None:
         paint(path, mode=mode)
     assert images.read(path, (8, 8)).shape == (8, 8, 3)
     assert images.read_image(path).shape == (10, 20, 3)
+
+
+def test_training_and_evaluation_see_the_same_pixels(tmp_path: Path) -> None:
+    """An image is rotated as its file states, and transparency is white, for both readers."""
+    folder = tmp_path / "class"
+    folder.mkdir()
+    rotation = Image.Exif()
+    rotation[0x0112] = 6
+    paint(tmp_path / "a.png", 32, 16)
+    Image.open(tmp_path / "a.png").save(folder / "a.jpg", exif=rotation)
+    Image.new("RGBA", (16, 32), (0, 255, 0, 0)).save(folder / "b.png")
+    expected = [images.read_image(path) for path in sorted(folder.iterdir())]
+    assert (expected[1] == 255).all()
+    pixels, _ = images.read_folder(folder, (32, 16), caption="a star")
+    np.testing.assert_array_equal(pixels.numpy(), np.stack(expected))
+    data = labelled.from_folder(tmp_path, 16)
+    squares = np.stack([image[8:24] for image in expected])
+    assert data.labels.tolist() == [0, 0]
+    np.testing.assert_allclose(
+        data.fetch([0, 1]).permute(0, 2, 3, 1).add(1).mul(127.5), squares, atol=1e-3
+    )
 
 
 def test_mpo_files_named_jpg_are_read(tmp_path: Path) -> None:
