@@ -118,7 +118,7 @@ def test_bad_overrides(bad: str) -> None:
         recipe.load("tiny_star_munba", [bad])
 
 
-@pytest.mark.parametrize("text", ["a 😀 face", "𝒳", "a\u2028b\x85c\x7f\uffff", '"\\ud83d" é', ["😀"]])
+@pytest.mark.parametrize("text", ["a 😀 face", "a\u2028b\x85c\x7f\uffff", '"\\ud83d" é', ["😀"]])
 def test_a_value_of_an_override_keeps_every_character(text: Any) -> None:
     content: dict[str, Any] = {}
     overrides.apply(content, f"forget.anchor={overrides.as_text(text)}")
