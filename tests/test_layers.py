@@ -111,6 +111,7 @@ SINGLE_RULES = {
     "data.datasets.painted": {"tiny.painter"},  # the painter of the bundled data set
     "cli.doctor": {"models.base"},  # whether this CPU emulates bfloat16
     "recipes.defaults": {"models", "tiny.published"},  # the default depends on the model
+    "demo.presets": {"runs.suite_matching"},  # the suite in a run folder
     # only for their types
     "recipes.keywords": {"data.labelled", "evaluation", "losses", "methods.base", "models.base"},
 }

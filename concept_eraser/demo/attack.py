@@ -52,7 +52,7 @@ def start(
             "with --suite"
         )
     safety.require_no_code(recipe)
-    suite = presets.suite_of(recipe)
+    suite = presets.suite_of(recipe, desk.library.folder(run))
     if attack == "paraphrase" and suite != "tiny_star":
         raise UserError(
             "the attack 'paraphrase' has other names for the star only; choose another attack"

@@ -17,6 +17,7 @@ from concept_eraser.data import prompts as sets
 from concept_eraser.demo import safety
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.runs import suite_matching
 from concept_eraser.storage.readers import read_yaml, require_regular
 from concept_eraser.tiny import painter
 from concept_eraser.utils import resources
@@ -190,17 +191,27 @@ def forgotten_text(recipe: Recipe) -> str:
     )
 
 
-def suite_of(recipe: Recipe) -> dict[str, Any] | str:
+def suite_of(recipe: Recipe, folder: Path | None = None) -> dict[str, Any] | str:
     """Return the suite for a run.
 
-    It is the suite with the name of the forget set, else a new one from the run's own prompts.
-    Raises UserError if no available judge can detect the concept.
+    It is the suite in the run folder, else the one with the name of the forget set, else a new one
+    from the run's own prompts.
+
+    Args:
+        recipe: the recipe of the run.
+        folder: the run folder; None for a recipe without one.
+
+    Raises:
+        UserError: the run erased several concepts, no available judge can detect the concept, or
+            the suite in the folder has a file of prompts.
     """
     if len(recipe.forgotten) > 1:
         raise UserError(
             f"this run erased {len(recipe.forgotten)} concepts, and this page measures "
             "and attacks one; use `concept-eraser evaluate --suite`, one suite per concept"
         )
+    if folder is not None and (own_suite := suite_matching.own_suite(folder)) is not None:
+        return own_suite
     name = recipe.forgotten[0].prompts
     if isinstance(name, str) and name in resources.names("eval"):
         return name

@@ -272,7 +272,7 @@ def measure(desk: Desk, run: str, n: Any) -> DemoJob:
     spec = {
         "kind": "measure",
         "folder": str(folder),
-        "suite": presets.suite_of(recipe),
+        "suite": presets.suite_of(recipe, folder),
         "n": safety.whole_number("images a group", n),
     }
     return desk.jobs.add("measure", f"measuring {run}", spec, folder)

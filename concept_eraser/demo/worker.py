@@ -77,20 +77,27 @@ def erase(spec: dict[str, Any]) -> None:
 def measure(spec: dict[str, Any]) -> None:
     """Evaluate a run by its suite.
 
-    evaluation.json and report.html go into its folder, or beside those of another suite.
+    evaluation.json and report.html go into its folder, or beside those of another suite. Raises
+    UserError if another process works in that folder.
     """
     from concept_eraser import api
+    from concept_eraser.evaluation import suite as suites
     from concept_eraser.reporting.run_results import place_for
 
     folder = Path(spec["folder"])
     _require_no_code(folder)
-    evaluation = api.evaluate(str(folder), spec["suite"], n=spec["n"], progress=Reporter())
+    protocol = suites.load(spec["suite"])
     name = Path(spec["suite"]).stem if isinstance(spec["suite"], str) else "own_prompts"
-    place = place_for(folder, evaluation.suite, name)
-    output_folder.claim(place, "evaluation", inside=folder)
-    evaluation.save(place / "evaluation.json")
-    evaluation.save_outcomes(place / "evaluation.csv.xz")
-    api.report(evaluation, place / "report.html", run=folder)
+    if isinstance(spec["suite"], str) and Path(spec["suite"]).parent == folder:
+        name = "_".join(protocol.concept.values())  # of the run's own suite
+    place = place_for(folder, protocol, name)
+    names = ("evaluation.json", "evaluation.csv.xz", "report.html")
+    with output_folder.results(place, "evaluation", names, inside=folder):
+        evaluation = api.evaluate(str(folder), protocol, n=spec["n"], progress=Reporter())
+        output_folder.claim(place, "evaluation", inside=folder)
+        evaluation.save(place / "evaluation.json")
+        evaluation.save_outcomes(place / "evaluation.csv.xz")
+        api.report(evaluation, place / "report.html", run=folder)
     reasons = "; ".join(f"{metric}: {reason}" for metric, reason in evaluation.refused.items())[
         :1000
     ]

@@ -101,6 +101,19 @@ def _require_own_prompts(path: str) -> None:
             )
 
 
+def own_suite(model: Any) -> str | None:
+    """Return the path of the suite in a run folder; None if there is none, or several.
+
+    Raises:
+        UserError: The prompts of one of its groups are a file.
+    """
+    own_files = own_suites(model)
+    if len(own_files) != 1:
+        return None
+    _require_own_prompts(own_files[0])
+    return own_files[0]
+
+
 def suite_of(model: Any) -> str:
     """Return the suite in the run folder, or the one with the name of the run's forget set.
 
@@ -109,14 +122,12 @@ def suite_of(model: Any) -> str:
     Raises:
         UserError: There is none, or there are several.
     """
-    own_files = own_suites(model)
-    if len(own_files) == 1:
-        _require_own_prompts(own_files[0])
-        return own_files[0]
+    if (own_file := own_suite(model)) is not None:
+        return own_file
     recipe = recipe_of(model)
     names = [objective.prompts for objective in recipe.forgotten] if recipe else []
     if len(names) > 1:
-        suite_names = own_files or [
+        suite_names = own_suites(model) or [
             name
             for name in resources.names("eval")
             if recipe and _is_here(name) and _measures(recipe, suites.load(name))

@@ -24,6 +24,7 @@ import yaml
 from PIL import Image
 
 from concept_eraser import api
+from concept_eraser.concepts.plan import make_plan
 from concept_eraser.demo import (
     attack,
     compare,
@@ -45,6 +46,9 @@ from concept_eraser.demo.login import ALL, EACH, WINDOW, Account, Attempts
 from concept_eraser.demo.page import middleware
 from concept_eraser.demo.state import ImageSettings, Library
 from concept_eraser.demo.uploads import Uploads
+from concept_eraser.recipes import recipe as recipes
+from concept_eraser.runs import concept_job
+from concept_eraser.storage import locks
 from concept_eraser.utils.errors import UserError
 from tests.conftest import short
 from tests.processes import DemoWorker
@@ -1137,6 +1141,66 @@ def test_a_run_of_own_prompts_is_evaluated(tmp_path: Path, warm_workers: None) -
         assert (tmp_path / "runs" / "heart" / "evaluation.json").is_file()
     finally:
         desk.jobs.close()
+
+
+def test_a_run_is_measured_and_attacked_by_the_suite_in_its_folder(
+    tmp_path: Path, warm_workers: None
+) -> None:
+    run = tmp_path / "runs" / "star"
+    api.erase(
+        "star",
+        training={"steps": 1, "batch_size": 1},
+        trainable={"select": "cross_attention", "lora": 2},
+        generation={"steps": 1},
+        overrides=["forget.n=2", "retain.n=2"],
+        output=run,
+        images=2,
+    )
+    suite = yaml.safe_load((run / "suite.yaml").read_text())
+    desk = Desk(Library(tmp_path / "runs"))
+    try:
+        job = results.measure(desk, "star", 2)
+        wait(desk, job)
+        assert job.state == "done", job.error
+        protocol = json.loads((run / "evaluation.json").read_text())["protocol"]
+        assert protocol["seed"] == suite["seed"]
+        assert {name: group["prompts"] for name, group in protocol["groups"].items()} == {
+            name: group["prompts"] for name, group in suite["groups"].items()
+        }
+        job = attack.start(desk, "star", "random_tokens", 2, 1, 10, 0)
+        assert job.spec["suite"] == str(run / "suite.yaml")
+        wait(desk, job)
+        suite["groups"]["direct"]["prompts"] = str(tmp_path / "secret.txt")
+        (run / "suite.yaml").write_text(yaml.safe_dump(suite))
+        with pytest.raises(UserError, match="the prompts of 'direct' are a file"):
+            results.measure(desk, "star", 2)
+    finally:
+        desk.jobs.close()
+
+
+def test_the_suite_of_a_run_may_have_a_judge_that_is_not_bundled(tmp_path: Path) -> None:
+    """The prompts of such a run have no concept of the bundled data set."""
+    plan = make_plan(["Van Gogh"], model="somewhere/sd15", kind="style")
+    job = recipes.load({**short(), **plan.settings})
+    with pytest.raises(UserError, match="no available judge"):
+        presets.suite_of(job)
+    (tmp_path / "recipe.yaml").write_text(recipes.dump(job, "concept-eraser erase"))
+    for name, text in concept_job.suite_texts(plan, tmp_path).items():
+        (tmp_path / name).write_text(text)
+    assert presets.suite_of(job, tmp_path) == str(tmp_path / "suite.yaml")
+    assert "clip" in (tmp_path / "suite.yaml").read_text()
+
+
+def test_a_run_in_use_by_another_process_is_not_measured(
+    star_desk: Desk, warm_workers: None
+) -> None:
+    folder = star_desk.runs / "star"
+    with locks.hold_lock(folder, "erase"):
+        job = results.measure(star_desk, "star", 2)
+        wait(star_desk, job)
+    assert job.state == "failed"
+    assert "star is in use by process" in job.error
+    assert not (folder / "evaluation.json").exists()
 
 
 def test_metrics_that_were_refused_are_shown_with_their_reason(
