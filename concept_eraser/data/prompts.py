@@ -259,10 +259,10 @@ def _read_once(path: Path, _time: int, _size: int) -> tuple[Prompt, ...] | None:
 
 
 def _read(path: Path) -> list[Prompt]:
-    if path.suffix in tables.SUFFIXES:
+    if path.suffix.lower() in tables.SUFFIXES:
         return _of_table(path, {})
     mistakes = _Mistakes()
-    if path.suffix == ".txt":
+    if path.suffix.lower() == ".txt":
         lines = (line.strip() for line in read_text(path).splitlines() if not line.startswith("#"))
         rows = mistakes.all(_row, filter(None, lines), "prompt")
         mistakes.require_none(str(path))
@@ -412,7 +412,7 @@ def _beside(path: Path, file: Any) -> Path | str | None:
             f"file: {quote(file)} leads out of the set's folder; copy the table into "
             "that folder, or give its path as the prompt set itself"
         )
-    if table_path.suffix not in tables.SUFFIXES:
+    if table_path.suffix.lower() not in tables.SUFFIXES:
         raise ValueError(
             f"file: {quote(file)} is no table; expected a file ending in "
             f"{', '.join(tables.SUFFIXES)}"

@@ -107,7 +107,8 @@ def data_folders() -> list[Path]:
 def require_data_name(address: str) -> str:
     """Return the file name in `data://NAME`. Raises ValueError unless it is a plain name."""
     name = address.removeprefix(DATA)
-    if not _FILE.fullmatch(name) or not name.strip(".") or Path(name).suffix not in SUFFIXES:
+    is_table = Path(name).suffix.lower() in SUFFIXES
+    if not _FILE.fullmatch(name) or not name.strip(".") or not is_table:
         raise ValueError(
             f"file: {quote(address)} names no table; write {DATA} and the name of a file ending "
             f"in {', '.join(SUFFIXES)}"
@@ -202,10 +203,10 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{path} is no {path.suffix[1:].upper()} of prompts: it holds null bytes; "
             "check that it is the right file"
         )
-    if path.suffix in (".csv", ".tsv"):
+    if path.suffix.lower() in (".csv", ".tsv"):
         yield from _of_csv(path, content)
         return
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         numbered_lines = (
             (number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()
         )
@@ -235,7 +236,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _of_csv(path: Path, content: str) -> Iterator[tuple[str, dict[str, Any]]]:
     reader = csv.DictReader(
-        io.StringIO(content, newline=""), delimiter="\t" if path.suffix == ".tsv" else ","
+        io.StringIO(content, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ","
     )
     try:
         for number, row in enumerate(reader, 1):

@@ -28,7 +28,8 @@ def names(kind: str) -> list[str]:
 def find(kind: str, name: str) -> Path:
     """Return the path of a shipped data file by its name, or the path of the user's own file."""
     own = Path(name)
-    if own.suffix in (*_SUFFIXES, *(_TABLES if kind == "prompts" else ())) or os.sep in name:
+    suffixes = (*_SUFFIXES, *(_TABLES if kind == "prompts" else ()))
+    if own.suffix.lower() in suffixes or os.sep in name:
         if os.path.isfile(own):  # False also for a name that the system cannot have
             return own
         raise UserError(
@@ -46,7 +47,7 @@ def find(kind: str, name: str) -> Path:
 def is_file_name(kind: str, name: str) -> bool:
     """Whether a text is the name of a shipped data file, or has the form of a path."""
     return (
-        Path(name).suffix in (*_SUFFIXES, *_TABLES)
+        Path(name).suffix.lower() in (*_SUFFIXES, *_TABLES)
         or os.sep in name
         or os.path.isfile(name)
         or name in names(kind)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from concept_eraser.data import prompts
+from concept_eraser.data import prompts, tables
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.recipes import recipe
 from concept_eraser.targets import cross_attention_edit
@@ -37,6 +37,31 @@ def test_expansion_gives_words_and_values(tmp_path: Path) -> None:
     assert prompt_set.prompts[1].fields == {"color": "red", "shape": "star"}
     assert prompt_set.prompts[1].anchor_prompt({"shape": "octagon"}) == "a crimson octagon"
     assert prompt_set.prompts[1].anchor_prompt("a(n) {color} thing") == "a crimson thing"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("F.TXT", "a star\na moon: full\n"),
+        ("F.Yaml", "prompts: [a star, 'a moon: full']\n"),
+        ("F.CSV", "prompt,seed\na star,1\na moon: full,2\n"),
+        ("F.TSV", "prompt\tseed\na star\t1\na moon: full\t2\n"),
+        ("F.JSONL", '{"prompt": "a star"}\n{"prompt": "a moon: full"}\n'),
+        ("F.Json", '["a star", "a moon: full"]'),
+    ],
+)
+def test_the_case_of_an_ending_does_not_count(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, text, name)
+    monkeypatch.chdir(tmp_path)
+    assert resources.is_file_name("prompts", name)
+    for source in (path, name, f"./{name}"):
+        assert prompts.load(source).texts == ["a star", "a moon: full"]
+    if Path(name).suffix.lower() in tables.SUFFIXES:
+        assert prompts.load(write(tmp_path, f"file: {name}\n")).texts[0] == "a star"
+        monkeypatch.setenv("CONCEPT_ERASER_DATA", str(tmp_path))
+        assert prompts.load(write(tmp_path, f"file: data://{name}\n")).texts[0] == "a star"
 
 
 def test_a_list_of_expansions_is_joined_without_duplicates(tmp_path: Path) -> None:
