@@ -44,6 +44,7 @@ from concept_eraser.storage.readers import read_yaml
 from concept_eraser.storage.writers import probe, write_folder
 from concept_eraser.training import log as logs
 from concept_eraser.utils import distributed
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
 
@@ -308,7 +309,7 @@ def erase(
                 progress=progress,
                 cache=cache,
             )
-        command = command or f"concept-eraser erase {folder / 'recipe.yaml'}"
+        command = command or shell_command("erase", folder / "recipe.yaml")
         base_name = str(getattr(source, "source", job.model))
         work = jobs.Job(
             recipe=job,

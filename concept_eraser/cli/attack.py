@@ -8,6 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from concept_eraser.utils import distributed, limits
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError, quote
 
 DEFAULT = "unlearn_diff"
@@ -200,7 +201,7 @@ def attack(
         typer.echo(f"numbers: {folder / 'attack.json'}")
         # the run's report leaves out attacks under a safeguard
         if run_folder != Path() and folder.is_relative_to(run_folder) and guard is None:
-            typer.echo(f"images:  concept-eraser report {run_folder}")
+            typer.echo(f"images:  {shell_command('report', run_folder)}")
 
 
 def _options(settings: list[str]) -> dict[str, Any]:

@@ -7,17 +7,21 @@ from typing import Any
 
 import typer
 
-from concept_eraser.cli.next_step import loading_call
+from concept_eraser.cli.next_step import loading_call, permissions
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError
 
+SHORT_ATTACK = ("-n", 8, "--set", "times=10")  # a fifth of the budget
 
-def show(run: Any, *, measure: bool, quiet: bool) -> None:
+
+def show(run: Any, *, measure: bool, quiet: bool, allow_pickle: bool = False) -> None:
     """Evaluate a run by the suites in its folder, and print verdicts, files and next commands.
 
     Args:
         run: The finished run.
         measure: Evaluate it. Without it only the files and commands are printed.
         quiet: Show no progress bars.
+        allow_pickle: Also load a pickled original, and permit it in the printed commands.
     """
     from concept_eraser.runs import suite_matching
 
@@ -25,12 +29,13 @@ def show(run: Any, *, measure: bool, quiet: bool) -> None:
     suites = suite_matching.own_suites(folder)
     if measure:
         for suite in suites:
-            _evaluate(run, Path(suite), quiet)
-    _print_files(folder, run)
-    typer.echo(f"next:     {_commands(folder, suites, measure)}")
+            _evaluate(run, Path(suite), quiet, allow_pickle)
+    permitted = permissions(allow_pickle=allow_pickle)
+    _print_files(folder, permitted)
+    typer.echo(f"next:     {_commands(folder, suites, measure, permitted)}")
 
 
-def _evaluate(run: Any, suite: Path, quiet: bool) -> None:
+def _evaluate(run: Any, suite: Path, quiet: bool, allow_pickle: bool) -> None:
     """Evaluate a run by one suite and print its verdict, or why it was not evaluated."""
     from concept_eraser.cli.evaluate import evaluate_run
     from concept_eraser.reporting import write
@@ -42,7 +47,7 @@ def _evaluate(run: Any, suite: Path, quiet: bool) -> None:
         typer.echo("not evaluated: this takes long without a GPU")
         return
     try:
-        evaluation, place = evaluate_run(run.folder, suite, quiet=quiet)
+        evaluation, place = evaluate_run(run.folder, suite, quiet=quiet, allow_pickle=allow_pickle)
     except UserError as error:
         typer.echo(f"not evaluated: {error}")
         return
@@ -51,14 +56,15 @@ def _evaluate(run: Any, suite: Path, quiet: bool) -> None:
     typer.echo(f"images:   {images}\nreport:   {place / 'report.html'}")
 
 
-def _print_files(folder: Path, run: Any) -> None:
+def _print_files(folder: Path, permitted: list[str]) -> None:
     lora, pipeline = folder / "lora", folder / "pipeline"
     if lora.is_dir():
         typer.echo(f"LoRA:     {lora} (diffusers); {_kohya(folder)}")
     if pipeline.is_dir():
         typer.echo(f"pipeline: {pipeline}    {loading_call(pipeline)}")
     else:
-        typer.echo(f"pipeline: concept-eraser export {folder} --to diffusers    (writes it)")
+        export_command = shell_command("export", folder, "--to", "diffusers", *permitted)
+        typer.echo(f"pipeline: {export_command}    (writes it)")
 
 
 def _kohya(folder: Path) -> str:
@@ -76,13 +82,14 @@ def _kohya(folder: Path) -> str:
     return f"{place} (kohya, for A1111 and ComfyUI){notes}"
 
 
-def _commands(folder: Path, suites: list[str], measure: bool) -> str:
-    suite = f" --suite {suites[0]}" if len(suites) > 1 else ""
+def _commands(folder: Path, suites: list[str], measure: bool, permitted: list[str]) -> str:
+    suite = ["--suite", suites[0]] if len(suites) > 1 else []
+    words = [*suite, *permitted]
     commands = [
-        f"concept-eraser attack {folder}{suite} -n 8 --set times=10",  # a fifth of the budget
-        f"concept-eraser export {folder} --to single-file",
-        f"concept-eraser push {folder} owner/name",
+        shell_command("attack", folder, *words, *SHORT_ATTACK),
+        shell_command("export", folder, "--to", "single-file", *permitted),
+        shell_command("push", folder, "owner/name"),
     ]
     if not measure:
-        commands[0:1] = [f"concept-eraser evaluate {folder}{suite}", commands[0]]
+        commands[0:1] = [shell_command("evaluate", folder, *words), commands[0]]
     return "\n          ".join(commands[:3])

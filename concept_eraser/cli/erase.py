@@ -12,8 +12,9 @@ import typer
 from concept_eraser.cli import erase_concepts, erase_leco
 from concept_eraser.cli.bounds import finite
 from concept_eraser.cli.erase_concepts import ConceptRequest
-from concept_eraser.cli.next_step import loading_call, with_next_step
+from concept_eraser.cli.next_step import loading_call, permissions, with_next_step
 from concept_eraser.utils import limits
+from concept_eraser.utils.commands import erase_command, shell_command
 from concept_eraser.utils.errors import UserError
 
 _EXAMPLES = """Erase a concept and write a run folder.
@@ -459,8 +460,11 @@ def run(
         )
         return
     from concept_eraser import api
+    from concept_eraser.models import loading
 
-    with bars(quiet) as progress, with_next_step(folder):
+    names_code = allow_code and loading.names_code(recipe_content.model)
+    options = permissions(allow_pickle=allow_pickle, allow_code=names_code)
+    with bars(quiet) as progress, with_next_step(folder, options):
         finished_run = api.erase(
             recipe if isinstance(recipe, str) else recipe_content,
             overrides=overrides if isinstance(recipe, str) else (),
@@ -469,17 +473,18 @@ def run(
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             allow_code=allow_code,
-            command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}",
+            command=erase_command(folder),
             progress=progress,
         )
     if not distributed.is_first():
         return
     note = "" if finished_run.model else " (finished before; --overwrite repeats it)"
     typer.echo(f"erased in {finished_run.seconds:.0f} s of training{note}; run folder: {folder}")
-    typer.echo(f"next: concept-eraser evaluate {folder}    ({_weights_note(folder)})")
+    evaluate_command = shell_command("evaluate", folder, *options)
+    typer.echo(f"next: {evaluate_command}    ({_weights_note(folder, allow_pickle)})")
 
 
-def _weights_note(folder: Path) -> str:
+def _weights_note(folder: Path, allow_pickle: bool) -> str:
     """Say which files of a run hold its weights, and how to get the pipeline of a LoRA run."""
     lora, pipeline, model = folder / "lora", folder / "pipeline", folder / "model"
     if pipeline.is_dir():
@@ -489,7 +494,10 @@ def _weights_note(folder: Path) -> str:
         return f"the whole model: {model}"
     change = lora if lora.is_dir() else folder / "weights.safetensors"
     name = "the LoRA" if lora.is_dir() else "the changed tensors"
-    return f"{name}: {change}; the pipeline: concept-eraser export {folder} --to diffusers"
+    export_command = shell_command(
+        "export", folder, "--to", "diffusers", *permissions(allow_pickle=allow_pickle)
+    )
+    return f"{name}: {change}; the pipeline: {export_command}"
 
 
 def _default_name(recipe: Any, overrides: list[str], recipe_content: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 import typer
 
-from concept_eraser.cli.next_step import with_next_step
+from concept_eraser.cli.next_step import permissions, with_next_step
+from concept_eraser.utils.commands import erase_command
 from concept_eraser.utils.errors import UserError
 
 
@@ -50,7 +51,13 @@ class ConceptRequest:
 
 
 def run(
-    request: ConceptRequest, output: Path | None, *, measure: bool, quiet: bool, **options: Any
+    request: ConceptRequest,
+    output: Path | None,
+    *,
+    measure: bool,
+    quiet: bool,
+    allow_pickle: bool,
+    **options: Any,
 ) -> None:
     """Erase concepts, evaluate the run, and print where everything is."""
     from concept_eraser import api
@@ -68,7 +75,8 @@ def run(
         images=request.images,
     )
     folder = output or Path("runs") / plan.folder_name
-    with bars(quiet) as progress, with_next_step(folder):
+    permitted = permissions(allow_pickle=allow_pickle)
+    with bars(quiet) as progress, with_next_step(folder, permitted):
         finished_run = api.erase(
             request.names,
             model=request.model,
@@ -77,16 +85,17 @@ def run(
             images=request.images,
             overrides=request.overrides,
             output=folder,
-            command=f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}",
+            command=erase_command(folder),
             progress=progress,
             notify=typer.echo,
+            allow_pickle=allow_pickle,
             **options,
         )
     if not distributed.is_first():
         return
     note = "" if finished_run.model else " (finished before; --overwrite repeats it)"
     typer.echo(f"trained in {finished_run.seconds:.0f} s{note}")
-    concept_result.show(finished_run, measure=measure, quiet=quiet)
+    concept_result.show(finished_run, measure=measure, quiet=quiet, allow_pickle=allow_pickle)
 
 
 def dry_run(

@@ -48,6 +48,7 @@ def merge(
     """
     factors = weights_of(weights, "--weights")
     from concept_eraser import api
+    from concept_eraser.utils.commands import shell_command
 
     result = api.merge(
         *sources, output=output, weights=factors, before=before, allow_pickle=allow_pickle
@@ -58,6 +59,6 @@ def merge(
         f"orthogonal: {result.apart:.3g}) in {result.tensors} tensors"
     )
     typer.echo(
-        f"next: concept-eraser evaluate {result.path} --before {result.before} --suite "
+        f"next: {shell_command('evaluate', result.path, '--before', result.before)} --suite "
         "SUITE, once per concept"
     )

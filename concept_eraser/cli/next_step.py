@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from concept_eraser.utils.commands import erase_command
 from concept_eraser.utils.errors import Interrupted, ReportedElsewhere, UserError
 
 
@@ -15,15 +16,25 @@ def loading_call(pipeline: Path) -> str:
     Without the type, transformers reads a text encoder in half precision as it is, and the CPU
     refuses the mixture.
     """
-    return f"DiffusionPipeline.from_pretrained('{pipeline}', torch_dtype=torch.float32)"
+    return f"DiffusionPipeline.from_pretrained({str(pipeline)!r}, torch_dtype=torch.float32)"
 
 
 @contextmanager
-def with_next_step(folder: Path) -> Iterator[None]:
-    """Add to an interruption how to continue, and to an error where a previous run is."""
+def with_next_step(folder: Path, options: Sequence[str] = ()) -> Iterator[None]:
+    """Add to an interruption how to continue, and to an error where a previous run is.
+
+    Args:
+        folder: the run folder.
+        options: the options of the command that a continued run needs too, see `permissions`.
+
+    Raises:
+        Interrupted: the work was interrupted.
+        UserError: the work raised one. For a full disk it also says how to continue.
+    """
+    from concept_eraser.storage.writers import is_full
     from concept_eraser.utils import distributed
 
-    resume_command = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder} --resume"
+    resume_command = erase_command(folder, *options, "--resume")
     try:
         yield
     except Interrupted as interruption:
@@ -41,7 +52,17 @@ def with_next_step(folder: Path) -> Iterator[None]:
     except ReportedElsewhere:
         raise
     except UserError as error:
-        raise UserError(f"{error}{_set_aside(folder)}") from None
+        is_resumable = (folder / "recipe.yaml").is_file() and error.__cause__ is not None
+        how = ""
+        if is_resumable and is_full(error.__cause__):
+            how = f"\ncontinue with: {resume_command}"
+        raise UserError(f"{error}{how}{_set_aside(folder)}") from None
+
+
+def permissions(*, allow_pickle: bool, allow_code: bool = False) -> list[str]:
+    """Return the options that permit a command what an earlier one was permitted."""
+    options = {"--allow-pickle": allow_pickle, "--allow-code": allow_code}
+    return [option for option, is_given in options.items() if is_given]
 
 
 def _set_aside(folder: Path) -> str:

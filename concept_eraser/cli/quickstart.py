@@ -52,6 +52,7 @@ def quickstart(
     from concept_eraser.reporting import write
     from concept_eraser.reporting.single_run import verdict
     from concept_eraser.storage.writers import write_text
+    from concept_eraser.utils.commands import shell_command
 
     _use_idle_cores()
     words = [RECIPE, *FEWER_STEPS, *fast_precision(), *(overrides or ())]
@@ -62,7 +63,7 @@ def quickstart(
             overrides=words[1:],
             output=output,
             resume=True,
-            command=" ".join(["concept-eraser erase", *words, f"--output {output}"]),
+            command=shell_command("erase", *words, "--output", output),
             progress=progress,
         )
         erase_end = time.monotonic()

@@ -13,6 +13,7 @@ from concept_eraser.demo.state import BUNDLED
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.writers import write_text
+from concept_eraser.utils.commands import erase_command
 from concept_eraser.utils.errors import UserError
 
 STEPS, IMAGES = 80, 96  # defaults of a run of one or two minutes on two cores
@@ -173,10 +174,7 @@ def _describe(desk: Desk, job: DemoJob) -> str:
         )
     if job.state == "cancelled":
         recipe = job.folder / "recipe.yaml"
-        remedy = (
-            f"; it can be resumed here, or with concept-eraser erase {recipe} --output "
-            f"{job.folder} --resume"
-        )
+        remedy = f"; it can be resumed here, or with {erase_command(job.folder, '--resume')}"
         is_resumable = recipe.is_file()
         return notice(f"#{job.number} {job.title}: cancelled{remedy if is_resumable else ''}")
     return alert(f"#{job.number} {job.title}: {job.error}")

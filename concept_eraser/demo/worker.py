@@ -19,6 +19,7 @@ from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.storage.writers import write_text
 from concept_eraser.utils.collector import collect_less_often
+from concept_eraser.utils.commands import erase_command
 from concept_eraser.utils.errors import Interrupted, UserError
 
 
@@ -55,10 +56,8 @@ def erase(spec: dict[str, Any]) -> None:
     from concept_eraser import api
     from concept_eraser.recipes import recipe as recipes
 
-    folder, command = (
-        Path(spec["folder"]),
-        f"concept-eraser erase {spec['folder']}/recipe.yaml --output {spec['folder']}",
-    )
+    folder = Path(spec["folder"])
+    command = erase_command(folder)
     content = spec.get("recipe") or read_yaml(folder / "recipe.yaml", safety.RECIPE)
     if not isinstance(content, dict):
         raise UserError(

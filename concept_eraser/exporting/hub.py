@@ -18,6 +18,7 @@ from concept_eraser.exporting.card_snippets import whole_model
 from concept_eraser.models import hub, run_base
 from concept_eraser.reporting import run_results
 from concept_eraser.storage.readers import read_json
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError, first_line, unknown
 from concept_eraser.utils.path_redaction import clean, is_place, name_paths
 
@@ -138,14 +139,15 @@ def _weights(folder: Path, kind: str, left_out: list[str]) -> Iterator[Upload]:
     if kind != "pipeline" and not lora.is_dir():
         raise UserError(
             f"{folder} trained no LoRA, so it has none to upload; --as pipeline, or "
-            f"write one with: concept-eraser export {folder} --to lora"
+            f"write one with: {shell_command('export', folder, '--to', 'lora')}"
         )
     if kind != "lora":
         model_folder = whole_model(folder)
         if model_folder is None and run_base.is_rebuilt(folder):
             raise UserError(
-                f"{folder} holds no pipeline; write it with: concept-eraser export {folder} --to "
-                "diffusers, or upload the LoRA alone with --as lora"
+                f"{folder} holds no pipeline; write it with: "
+                f"{shell_command('export', folder, '--to', 'diffusers')}, or upload the LoRA alone "
+                "with --as lora"
             )
         if model_folder is None:
             raise UserError(

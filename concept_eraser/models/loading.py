@@ -32,6 +32,7 @@ from concept_eraser.storage.base_model import (
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_tensor_header, read_text
 from concept_eraser.utils import resources
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError, first_line, quote, unknown
 from concept_eraser.utils.heap import own_pages
 from concept_eraser.utils.path_redaction import FILE_ON
@@ -487,8 +488,7 @@ def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model
             f"{path} is a single-file checkpoint: weights without configuration, "
             "scheduler and tokenizer; give a diffusers folder or hub id of the same "
             "architecture with --base (erase), --before (other commands) or base=, or "
-            f"convert it once: concept-eraser export {path} --before FOLDER --to "
-            "diffusers"
+            f"convert it once: {shell_command('export', path)} --before FOLDER --to diffusers"
         )
     if base is None:
         if path.is_file() and path.suffix == ".safetensors":

@@ -16,6 +16,7 @@ from concept_eraser.evaluation.suite import Suite
 from concept_eraser.models.safeguards import safeguard_in
 from concept_eraser.reporting import compare, html
 from concept_eraser.storage.readers import read_json
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.migration import migrate_results
 from concept_eraser.utils.provenance import fingerprint
@@ -150,13 +151,13 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     """
     if not (folder / "evaluation.json").is_file():
         raise UserError(
-            f"{folder} was not evaluated yet; run `concept-eraser evaluate {folder}` first"
+            f"{folder} was not evaluated yet; run `{shell_command('evaluate', folder)}` first"
         )
     _, content = compare.read(folder / "evaluation.json")
     if not isinstance(content.get("results"), list):
         raise UserError(
             f"{folder} was measured on labelled data, which has no report of images; "
-            f"its numbers: concept-eraser evaluate {folder}"
+            f"its numbers: {shell_command('evaluate', folder)}"
         )
     result_schema.require(content, result_schema.EVALUATION, folder / "evaluation.json")
     return content

@@ -17,6 +17,7 @@ from concept_eraser.reporting.run_results import RunFacts
 from concept_eraser.storage.readers import read_text
 from concept_eraser.storage.writers import probe
 from concept_eraser.training import log as logs
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
 
@@ -71,7 +72,7 @@ def require_prompted(run: Path) -> None:
     if is_labelled(run):
         raise UserError(
             f"{run} is a run on labelled data, which has no report of images; "
-            f"its numbers: concept-eraser evaluate {run}"
+            f"its numbers: {shell_command('evaluate', run)}"
         )
 
 

@@ -17,6 +17,7 @@ from concept_eraser.recipes import defaults, overrides
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_text
 from concept_eraser.utils import distributed
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError, names_text
 from concept_eraser.utils.progress import Progress, silent
 
@@ -102,7 +103,7 @@ def _as_json(value: Any) -> str | None:
 def suite_texts(plan: ErasurePlan, folder: Path) -> dict[str, str]:
     """The suites as YAML, by their file names in the run folder."""
     return {
-        name: f"# concept-eraser evaluate {folder} --suite {folder / name}\n"
+        name: f"# {shell_command('evaluate', folder, '--suite', folder / name)}\n"
         + yaml.safe_dump(_plain(suite), sort_keys=False, allow_unicode=True)
         for name, suite in plan.suites.items()
     }
@@ -195,7 +196,7 @@ def announce(
     for line in plan.lines():
         say(line)
     files = ", ".join(str(folder / name) for name in ("recipe.yaml", *plan.suites))
-    again = f"concept-eraser erase {folder / 'recipe.yaml'} --output {folder}_again"
+    again = shell_command("erase", folder / "recipe.yaml", "--output", f"{folder}_again")
     say(f"files:    {files}; repeat with: {again}")
     if job.training.offload or job.training.shard != "none" or not can_sample(model):
         say("not checked whether the model generates it: this takes long here")

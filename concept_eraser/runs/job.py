@@ -45,6 +45,7 @@ from concept_eraser.training.placement import Placement, needed
 from concept_eraser.training.trackers import FOLDER as TRACKING
 from concept_eraser.training.trackers import Trackers, require
 from concept_eraser.utils import distributed, provenance, resources
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.devices import find_gpu
 from concept_eraser.utils.errors import UserError, unknown
 from concept_eraser.utils.progress import Progress
@@ -112,12 +113,12 @@ def _require_saved(folder: Path, recipe: Recipe) -> None:
     ):
         raise UserError(
             f"{folder} holds this run, finished, without its pipeline; write it with: "
-            f"concept-eraser export {folder} --to diffusers"
+            f"{shell_command('export', folder, '--to', 'diffusers')}"
         )
     if recipe.save == "changed" and not (folder / run_base.WEIGHTS).is_file():
         raise UserError(
             f"{folder} holds this run, finished, without its changed tensors; write them with: "
-            f"concept-eraser export {folder} --to tensors"
+            f"{shell_command('export', folder, '--to', 'tensors')}"
         )
 
 

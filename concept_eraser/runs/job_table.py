@@ -28,6 +28,7 @@ from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import TABLE_BYTES, read_json, read_text
 from concept_eraser.storage.writers import write_bytes, write_json, write_text
 from concept_eraser.utils import limits
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import Interrupted, UserError, names_text, quote
 
 COLUMNS = ("name", "concept", "recipe", "kind", "anchor", "model")
@@ -201,7 +202,7 @@ def run(
         if states[job.name] == "finished":
             report(f"{job.name}: finished before")
             continue
-        report(f"{job.name}: concept-eraser erase {' '.join(job.words)}")
+        report(f"{job.name}: {shell_command('erase', *job.words)}")
         code, seconds = _run_one(job, folder, options)
         if code == INTERRUPTED:
             raise Interrupted(f"stopped in {job.name}; the same command continues there")

@@ -29,6 +29,7 @@ from typing import Any, Literal
 from concept_eraser.storage import locks
 from concept_eraser.storage.digests import file_digest
 from concept_eraser.storage.readers import read_json
+from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError
 
 MARK = ".concept_eraser.json"
@@ -406,7 +407,7 @@ def require_intact(path: Path) -> None:
             raise UserError(
                 f"{folder / name} is not what concept_eraser wrote: it is damaged, or "
                 "somebody changed it. Make it again, or accept it as it is with: "
-                f"concept-eraser verify {folder} --accept"
+                f"{shell_command('verify', folder, '--accept')}"
             )
         if state == "link":
             raise UserError(

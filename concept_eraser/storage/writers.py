@@ -461,7 +461,7 @@ def _failure(path: Path, error: BaseException) -> str:
     if is_full(error):
         return (
             f"cannot write {path}: the disk is full or a size limit is reached; earlier "
-            "files are intact. Free some space, then continue with --resume"
+            "files are intact. Free some space, then repeat the command"
         )
     code = getattr(error, "errno", None)
     if code == errno.ELOOP:

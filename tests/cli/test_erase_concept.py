@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -65,6 +66,35 @@ def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_pa
     process = cli("erase", "star", *SAMPLER, "training.steps=3", "-q")
     assert process.returncode == 2
     assert "holds another run" in process.stderr
+
+
+def test_printed_commands_can_be_pasted(cli: Cli, tmp_path: Path) -> None:
+    """The name of the run folder has a space, and the commands keep what the user permitted."""
+    process = cli(
+        *("erase", "star", "-o", "my runs/star", "--images", "2", "--no-evaluate", "-q"),
+        *("--allow-pickle", *SHORT, *SAMPLER),
+    )
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    commands = [
+        shlex.split(line[line.index("concept-eraser ") :].split("    ")[0])
+        for line in lines
+        if "concept-eraser " in line
+    ]
+    by_verb = {words[1]: words for words in commands}
+    assert set(by_verb) == {"erase", "export", "evaluate", "attack"}
+    assert by_verb["erase"][2:] == ["my runs/star/recipe.yaml", "--output", "my runs/star_again"]
+    for verb in ("export", "evaluate", "attack"):
+        assert by_verb[verb][2] == "my runs/star"
+        assert "--allow-pickle" in by_verb[verb]
+    for file, verb in (("recipe.yaml", "erase"), ("suite.yaml", "evaluate")):
+        first = (tmp_path / "my runs" / "star" / file).read_text().splitlines()[0]
+        assert shlex.split(first)[1:4] == [
+            *("concept-eraser", verb),
+            "my runs/star/recipe.yaml" if verb == "erase" else "my runs/star",
+        ]
+    process = cli(*by_verb["evaluate"][1:], "-q")
+    assert process.returncode == 0, process.stderr
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) -> None:

@@ -296,6 +296,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_the_old_state(tmp_path: Path) 
     )
     assert process.returncode == 2, process.stderr
     assert "the disk is full or a size limit is reached" in process.stderr
+    assert f"continue with: concept-eraser erase {folder}/recipe.yaml" in process.stderr
     assert "Traceback" not in process.stderr
     assert not list(folder.glob(".*partial")), "nothing half-written"
     assert not (folder / "state.ckpt").exists()
