@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal, Optional
 
 import pytest
 
 from concept_eraser import registry
+from concept_eraser.concepts.plan import is_concept
 from concept_eraser.utils import provenance, resources
 from concept_eraser.utils.errors import UserError
 
@@ -132,6 +134,28 @@ def test_resources_name_what_is_missing(tmp_path) -> None:
         resources.find("pipelines", "nothing")
     with pytest.raises(UserError, match="no such recipe file"):
         resources.find("pipelines", str(tmp_path / "x.yaml"))
+    with pytest.raises(UserError, match=r"no such prompt set file: .*; check the path$"):
+        resources.find("prompts", str(tmp_path / "x"))
+
+
+def test_the_folder_of_a_run_and_a_concept_with_a_slash_are_no_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("AC/DC", "runs/star"):
+        with pytest.raises(UserError, match="a text with '/' is read as a path; check the path"):
+            resources.find("pipelines", text)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "my_star"
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("{}")
+    assert not is_concept("runs/my_star")
+    with pytest.raises(
+        UserError, match=r"give runs/my_star/recipe\.yaml, with --output runs/my_st"
+    ):
+        resources.find("pipelines", "runs/my_star")
+    monkeypatch.chdir(tmp_path / "runs")
+    with pytest.raises(UserError, match="my_star is the folder of a run, not a recipe"):
+        is_concept("my_star")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from concept_eraser.utils.errors import UserError, quote, unknown
 _PACKAGE = Path(__file__).parents[1]
 _KINDS = {"pipelines": "recipe", "prompts": "prompt set", "eval": "evaluation suite"}
 _SUFFIXES = (".yaml", ".yml", ".txt")
+RECIPE = "recipe.yaml"  # in a run folder
 _TABLES = (".csv", ".tsv", ".jsonl", ".json")  # of prompts
 
 
@@ -26,22 +27,45 @@ def names(kind: str) -> list[str]:
 
 
 def find(kind: str, name: str) -> Path:
-    """Return the path of a shipped data file by its name, or the path of the user's own file."""
+    """Return the path of a shipped data file by its name, or the path of the user's own file.
+
+    Raises UserError if there is none.
+    """
     own = Path(name)
     suffixes = (*_SUFFIXES, *(_TABLES if kind == "prompts" else ()))
     if own.suffix.lower() in suffixes or os.sep in name:
         if os.path.isfile(own):  # False also for a name that the system cannot have
             return own
-        raise UserError(
-            f"no such {_KINDS[kind]} file: "
-            f"{name if len(name) <= 300 and name.isprintable() else quote(name)}; check "
-            "the path"
-        )
+        raise _missing(kind, name, has_ending=own.suffix.lower() in suffixes)
     for suffix in _SUFFIXES:
         path = folder(kind) / f"{name}{suffix}"
         if os.path.isfile(path):
             return path
+    if _is_run(kind, name):
+        raise _missing(kind, name, has_ending=False)
     raise unknown(_KINDS[kind], name, names(kind), hint="or give the path of a file of your own")
+
+
+def _missing(kind: str, name: str, *, has_ending: bool) -> UserError:
+    """Return the error for a path that leads to no file."""
+    shown = name if len(name) <= 300 and name.isprintable() else quote(name)
+    if _is_run(kind, name):
+        return UserError(
+            f"{shown} is the folder of a run, not a recipe; give {Path(shown) / RECIPE}, with "
+            f"--output {shown} to repeat or continue the run there"
+        )
+    advice = "check the path"
+    if kind == "pipelines" and not has_ending:
+        advice = (
+            f"a text with {os.sep!r} is read as a path; check the path. `concept-eraser erase` "
+            "takes a concept without it, or the concept's prompts in a file after --forget"
+        )
+    return UserError(f"no such {_KINDS[kind]} file: {shown}; {advice}")
+
+
+def _is_run(kind: str, name: str) -> bool:
+    """Whether a name that should be a recipe's is that of a run folder."""
+    return kind == "pipelines" and os.path.isfile(os.path.join(name, RECIPE))
 
 
 def is_file_name(kind: str, name: str) -> bool:

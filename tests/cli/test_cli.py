@@ -68,6 +68,7 @@ def test_every_verb_has_a_worked_example(cli, verb: str) -> None:
         (["show", "munbaa"], "did you mean 'munba'"),
         (["copy", "nothing", "x.yaml"], "unknown recipe"),
         (["check", "missing.yaml"], "no such recipe file"),
+        (["erase", "AC/DC"], "takes a concept without it"),
     ],
 )
 def test_bad_input_is_one_message_and_code_two(
