@@ -17,7 +17,7 @@ from typing import Any
 
 from concept_eraser.storage.digests import value_digest
 from concept_eraser.storage.readers import LOG_BYTES, cannot, read_bytes, whole_lines
-from concept_eraser.storage.writers import is_full
+from concept_eraser.storage.writers import ends_otherwise, is_full
 from concept_eraser.utils.errors import UserError
 
 _DIGEST = "sha256"
@@ -112,14 +112,14 @@ def check_of(record: bytes) -> bytes:
 def _append(path: Path, content: bytes, *, size: int = 1, line: bool = False) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
         with os.fdopen(
             os.open(path, flags, 0o666), "r+b", buffering=0
         ) as file:  # one write, so that two processes do not mix
             end = file.seek(0, os.SEEK_END)
             if end % size:
                 file.truncate(end - end % size)
-            if line and end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            if line and end and ends_otherwise(file, end):
                 content = b"\n" + content
             file.write(content)
     except OSError as error:

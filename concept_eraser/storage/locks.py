@@ -28,6 +28,8 @@ except ImportError:  # not on Windows, where the process id in the file decides
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".concept_eraser.lock"
+# Windows lacks the first two and has the third
+_FLAGS = os.O_RDWR | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_BINARY"))
 _BUSY = (errno.EACCES, errno.EAGAIN)
 
 
@@ -54,9 +56,12 @@ def hold_lock(folder: Path, purpose: str) -> Iterator[None]:
     try:
         yield
     finally:
+        if fcntl is None:  # Windows removes no file that is open
+            os.close(descriptor)
         with suppress(OSError):
             (folder / LOCK).unlink()
-        os.close(descriptor)
+        if fcntl is not None:
+            os.close(descriptor)
         remove_empty(new_folders)
 
 
@@ -67,7 +72,7 @@ def holder_of(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / LOCK
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, _FLAGS)
     except OSError:
         return None
     try:
@@ -105,7 +110,7 @@ def _acquire(folder: Path, purpose: str) -> int:
     path = folder / LOCK
     for _ in range(100):
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o644)
         except OSError as error:
             raise UserError(_no_place(folder, error)) from None
         try:
@@ -145,7 +150,8 @@ def _take(descriptor: int) -> bool | None:
 
 def _read(descriptor: int) -> dict[str, Any] | None:
     try:
-        content = json.loads(os.pread(descriptor, 4096, 0).decode())
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        content = json.loads(os.read(descriptor, 4096).decode())
     except (ValueError, OSError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
@@ -159,7 +165,8 @@ def _write(descriptor: int, purpose: str) -> None:
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, (json.dumps(content) + "\n").encode(), 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.write(descriptor, (json.dumps(content) + "\n").encode())
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -84,7 +84,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
     It is an opener of `open`.
     """
-    return os.open(path, flags | os.O_NONBLOCK)
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_text(path: Path, limit: int = TEXT_BYTES) -> str:

@@ -17,10 +17,11 @@ import re
 import secrets
 import shutil
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from concept_eraser.storage import locks, manifest
 from concept_eraser.storage.readers import cannot
@@ -29,6 +30,8 @@ from concept_eraser.utils.errors import UserError, quote
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # safetensors and torch wrap the system's error in their own
 _FULL_TEXTS = ("No space left", "File too large", "os error 28", "os error 27", "unexpected pos")
+# Windows flushes only a file that may be written to
+_FLUSHED = os.O_RDWR if sys.platform == "win32" else os.O_RDONLY
 _PARTIAL = re.compile(r"\.(.+)\.(\d+)-[0-9a-f]{8}\.partial")
 
 
@@ -100,14 +103,21 @@ def append_line(path: Path, row: Mapping[str, Any]) -> None:
     manifest.require_inside(path)
     locks.make_folder(path.parent)
     _expect([path])
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
         with os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
-            fragment = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            fragment = size > 0 and ends_otherwise(file, size)
             file.write((b"\n" if fragment else b"") + (json.dumps(row) + "\n").encode())
     except OSError as error:
         raise UserError(_failure(path, error)) from error
+
+
+def ends_otherwise(file: IO[bytes], size: int) -> bool:
+    """Whether the last byte of an open file of `size` bytes is no line break."""
+    file.seek(size - 1)
+    return file.read(1) != b"\n"
 
 
 _EXPECTED: set[Path] = set()  # files that this process has listed without a digest
@@ -396,7 +406,7 @@ def _finish(path: Path) -> None:
     _COPIES.discard(path.absolute())
     if not is_copy and (path.suffix == ".safetensors" or _is_tensors(path)):
         order_header(path)
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, _FLUSHED)
     try:
         permissions = os.fstat(descriptor).st_mode & 0o777
         # safetensors sets these; the user's umask decides what others may read

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,13 +66,20 @@ def describe_gram(
 
 
 def peak_memory() -> float:
-    """Return the peak memory so far in MB: of the GPU if there is one, else of the process."""
+    """Return the peak memory so far in MB: of the GPU if there is one, else of the process.
+
+    It is nan on a system that does not tell it.
+    """
     gpu = gpu_module()
     if gpu is not None:
         return int(gpu.max_memory_allocated()) / 2**20
     status = Path("/proc/self/status")
     if status.exists():  # ru_maxrss of a child starts at its parent's peak
         return int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) / 2**10
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return math.nan
     scale = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
 

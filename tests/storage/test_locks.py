@@ -275,7 +275,7 @@ def test_a_lock_that_cannot_be_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, text: str
 ) -> None:
     before = open_files(tmp_path)
-    for call in ("open", "pwrite"):
+    for call in ("open", "write"):
         with monkeypatch.context() as patch:
             patch.setattr(os, call, failing(code))
             with pytest.raises(UserError, match=text) as error:
