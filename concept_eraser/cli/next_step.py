@@ -52,9 +52,8 @@ def with_next_step(folder: Path, options: Sequence[str] = ()) -> Iterator[None]:
     except ReportedElsewhere:
         raise
     except UserError as error:
-        is_resumable = (folder / "recipe.yaml").is_file() and error.__cause__ is not None
-        how = ""
-        if is_resumable and is_full(error.__cause__):
+        cause, how = error.__cause__, ""
+        if cause is not None and is_full(cause) and (folder / "recipe.yaml").is_file():
             how = f"\ncontinue with: {resume_command}"
         raise UserError(f"{error}{how}{_set_aside(folder)}") from None
 
