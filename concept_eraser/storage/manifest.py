@@ -152,6 +152,11 @@ def write(folder: Path, manifest: Manifest) -> None:
         raise
 
 
+def is_half_written(name: str) -> bool:
+    """Whether a file name is that of a mark that a process writes, or was writing when it ended."""
+    return name.startswith(f"{MARK}.") and name.endswith(_HALF_WRITTEN)
+
+
 def folder_of(path: Path) -> Path | None:
     """Return the nearest marked folder at or above a path, or None."""
     for folder in (path, *path.parents):

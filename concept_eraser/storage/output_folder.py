@@ -24,11 +24,14 @@ from concept_eraser.utils.errors import UserError
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder holds nothing but the lock, or does not exist."""
+    """Whether a folder holds nothing but the lock and half-written marks, or does not exist."""
     if not folder.is_dir():
         return True
     try:
-        return all(path.name in OURS and path.name != MARK for path in folder.iterdir())
+        return all(
+            (path.name in OURS and path.name != MARK) or manifest.is_half_written(path.name)
+            for path in folder.iterdir()
+        )
     except OSError as error:
         raise UserError(cannot("read", folder, error)) from None
 
@@ -58,7 +61,10 @@ def require_claimable(
     mark = manifest.read(folder)
     if not alone:
         return mark is not None
-    if mark is None and not is_empty(folder):
+    is_occupied = mark is None and not is_empty(folder)
+    if is_occupied:
+        mark = manifest.read(folder)  # another process may have written it since the first look
+    if is_occupied and mark is None:
         raise UserError(
             f"{folder} is not empty and concept_eraser did not make it, so nothing in it "
             "is replaced; give a new folder with --output"

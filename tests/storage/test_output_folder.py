@@ -47,6 +47,31 @@ def test_a_folder_is_empty_with_our_lock_and_not_with_anything_else(
         output_folder.is_empty(tmp_path)
 
 
+def test_a_mark_that_another_process_is_writing_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{MARK}.4711.partial").write_text("{")
+    assert output_folder.is_empty(tmp_path) is True
+    (tmp_path / "mine.partial").write_text("")
+    assert output_folder.is_empty(tmp_path) is False
+    (tmp_path / "mine.partial").unlink()
+    look = output_folder.is_empty
+
+    def after_the_other(folder: Path) -> bool:
+        """The other process writes its mark and a file between the two looks at the folder."""
+        manifest.write(folder, manifest.Manifest("table"))
+        (folder / "row").mkdir()
+        return look(folder)
+
+    monkeypatch.setattr(output_folder, "is_empty", after_the_other)
+    output_folder.claim(tmp_path, "table", alone=True)
+    assert manifest.read(tmp_path).kind == "table"
+    monkeypatch.setattr(output_folder, "is_empty", look)
+    (tmp_path / MARK).unlink()
+    with pytest.raises(UserError, match="concept_eraser did not make it"):
+        output_folder.claim(tmp_path, "table", alone=True)
+
+
 def test_the_check_of_a_claim_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
