@@ -331,7 +331,7 @@ def read_recipe(folder: Path) -> Recipe | None:
     path = folder / "recipe.yaml"
     try:
         content = read_yaml(path, safety.RECIPE)
-        return recipes.load(content) if isinstance(content, dict) else None
+        return recipes.load(content, of_run_folder=True) if isinstance(content, dict) else None
     except UserError:
         return None
     except Exception as error:  # the file may come from a stranger; still show the other runs

@@ -63,7 +63,7 @@ def measurements(run: Path) -> dict[str, list[Measurement]]:
     Raises:
         UserError: A file of the run is damaged.
     """
-    recipe = recipes.load(str(run / "recipe.yaml"))
+    recipe = recipes.load_run(run)
     results = card_results.read(run, recipe)
     by_suite: dict[str, list[Measurement]] = {}
     suites: dict[str, str] = {}

@@ -219,7 +219,7 @@ def _base_of(source: Path) -> str | None:
     path = source / "recipe.yaml"
     if not path.is_file():
         return None
-    recipe = recipes.load(str(path))
+    recipe = recipes.load_run(source)
     if not (source / "pipeline").is_dir() and not run_base.is_rebuilt(source):
         summary = (
             "is not finished"

@@ -188,7 +188,7 @@ def _comment(source: Path, result: Approximation) -> str:
         rank = max(one.rank for one in result.factors)
         parts.append(f"dimension is resized from {result.reduced_from} to {rank}")
     if (source / "recipe.yaml").is_file():
-        recipe = recipes.load(str(source / "recipe.yaml"))
+        recipe = recipes.load_run(source)
         for objective in recipe.forgotten:
             parts.append(f"forgets {_prompts_text(objective.prompts)}")
             if objective.anchor:

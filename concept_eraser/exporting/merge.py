@@ -167,7 +167,7 @@ def _base_of(source: Path) -> str | None:
     path = source / "recipe.yaml"
     if not path.is_file():
         return None
-    name = recipes.load(str(path)).model
+    name = recipes.load_run(source).model
     return None if name.endswith(" in memory") else name
 
 

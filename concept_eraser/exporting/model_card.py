@@ -181,12 +181,12 @@ def finished_run(folder: Path) -> tuple[Recipe, dict[str, Any]]:
         )
     summary = card_results.content(folder / "done.json")
     result_schema.require(summary, result_schema.DONE, folder / "done.json")
-    return recipes.load(str(folder / "recipe.yaml")), summary
+    return recipes.load_run(folder), summary
 
 
 def warnings(folder: Path) -> list[str]:
     """List what a reader must know before any number."""
-    return _warnings(card_results.read(folder, recipes.load(str(folder / "recipe.yaml"))))
+    return _warnings(card_results.read(folder, recipes.load_run(folder)))
 
 
 def _warnings(findings: Measurements) -> list[str]:

@@ -10,15 +10,15 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from concept_eraser import registry
 from concept_eraser.data import templates
-from concept_eraser.recipes.strict import Strict
+from concept_eraser.recipes.strict import Strict, require_data_file
 from concept_eraser.registry import Plugin
-from concept_eraser.utils import resources
 from concept_eraser.utils.errors import quote, unknown_message
 from concept_eraser.utils.limits import (
     BATCH,
@@ -320,10 +320,10 @@ class ObjectiveSpec(Strict):
     @field_validator("prompts")
     @classmethod
     def _known_prompts(
-        cls, value: str | list[str] | dict[str, Any] | None
+        cls, value: str | list[str] | dict[str, Any] | None, info: ValidationInfo
     ) -> str | list[str] | dict[str, Any] | None:
         if isinstance(value, str):
-            resources.find("prompts", value)
+            require_data_file("prompts", value, info)
         elif value is not None and not value:
             raise ValueError("the list of prompts is empty; give it at least one prompt")
         return value

@@ -19,6 +19,7 @@ from concept_eraser.recipes import overrides as changes
 from concept_eraser.recipes.method_fields import MethodSpec
 from concept_eraser.recipes.objective_fields import PROMPTED, as_list, is_built_in
 from concept_eraser.recipes.schema import RecipeFields
+from concept_eraser.recipes.strict import OF_RUN_FOLDER
 from concept_eraser.recipes.training_fields import ASIDE, MEMORY, OPTIMISATION, TrainingSpec
 from concept_eraser.registry import Plugin
 from concept_eraser.storage.readers import read_yaml
@@ -160,11 +161,19 @@ class Recipe(RecipeFields):
         return fingerprint(content)
 
 
-def load(source: str | Path | dict[str, Any], overrides: typing.Sequence[str] = ()) -> Recipe:
+def load(
+    source: str | Path | dict[str, Any],
+    overrides: typing.Sequence[str] = (),
+    *,
+    of_run_folder: bool = False,
+) -> Recipe:
     """Load a recipe from a name, a path or a mapping, with `key.path=value` overrides.
 
     `memory` names a preset of recipes/memory_presets.py. It is no key of a recipe, but stands for
     several keys.
+
+    of_run_folder: it is the recipe of a run that was begun, perhaps in another working folder or on
+    another machine. So its prompt files and its suite to watch may be missing.
 
     Raises:
         UserError: The recipe has mistakes. The message lists all of them.
@@ -181,7 +190,16 @@ def load(source: str | Path | dict[str, Any], overrides: typing.Sequence[str] = 
         content = migrate_recipe(content)
     for override in overrides:
         changes.apply(content, override)
-    return validate(_with_preset(content, overrides), where)
+    return validate(_with_preset(content, overrides), where, of_run_folder=of_run_folder)
+
+
+def load_run(folder: Path) -> Recipe:
+    """Load the recipe of a run folder, whose prompt files may be missing.
+
+    Raises:
+        UserError: The recipe has other mistakes. The message lists all of them.
+    """
+    return load(str(folder / "recipe.yaml"), of_run_folder=True)
 
 
 def _with_preset(content: dict[str, Any], overrides: typing.Sequence[str]) -> dict[str, Any]:
@@ -217,9 +235,9 @@ def _sets_batches(overrides: typing.Sequence[str], section: str) -> bool:
     )
 
 
-def validate(content: dict[str, Any], where: str) -> Recipe:
+def validate(content: dict[str, Any], where: str, *, of_run_folder: bool = False) -> Recipe:
     try:
-        return Recipe.model_validate(content)
+        return Recipe.model_validate(content, context=OF_RUN_FOLDER if of_run_folder else None)
     except ValidationError as error:
         lines = [
             error_messages.explain(Recipe, item)

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
+    ValidationInfo,
     field_validator,
 )
 
-from concept_eraser.recipes.strict import Strict
-from concept_eraser.utils import resources
+from concept_eraser.recipes.strict import Strict, require_data_file
 from concept_eraser.utils.limits import (
     BATCH,
     FACTOR,
@@ -45,8 +45,8 @@ class WatchSpec(Strict):
 
     @field_validator("suite")
     @classmethod
-    def _known_suite(cls, value: str) -> str:
-        resources.find("eval", value)
+    def _known_suite(cls, value: str, info: ValidationInfo) -> str:
+        require_data_file("eval", value, info)
         return value
 
 

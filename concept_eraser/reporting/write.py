@@ -64,7 +64,7 @@ def is_labelled(run: object) -> TypeGuard[str | Path]:
     path = Path(run) / "recipe.yaml" if isinstance(run, str | Path) else None
     if path is None or not path.is_file():
         return False
-    return recipes.load(str(path)).target not in recipes.PROMPTED
+    return recipes.load_run(path.parent).target not in recipes.PROMPTED
 
 
 def require_prompted(run: Path) -> None:

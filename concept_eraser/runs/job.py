@@ -77,7 +77,7 @@ def check_folder(
     if not ours or overwrite or not path.exists():
         return False
     try:
-        other = recipes.load(str(path))
+        other = recipes.load_run(folder)
     except UserError:
         raise UserError(
             f"{folder} holds another run (its recipe.yaml does not fit this version); "

@@ -92,7 +92,7 @@ def measure(
     Raises:
         UserError: the data or a model are not available.
     """
-    recipe = recipes.load(str(run / "recipe.yaml"))
+    recipe = recipes.load_run(run)
     objects_by_name: dict[str, Any] = dict((objects or {}).items())
     erased_model = _after(run, recipe, after, allow_code)
     rows_by_objective = select_rows(

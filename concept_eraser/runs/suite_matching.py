@@ -22,7 +22,7 @@ from concept_eraser.utils.errors import UserError, quote
 def recipe_of(model: Any) -> Recipe | None:
     """Return the recipe of a run folder; None for anything else."""
     path = Path(str(model)) / "recipe.yaml" if isinstance(model, str | Path) else None
-    return recipes.load(str(path)) if path is not None and path.is_file() else None
+    return recipes.load_run(path.parent) if path is not None and path.is_file() else None
 
 
 def _overlap(recipe: Recipe, suite: Suite, role: str) -> str | None:
@@ -66,11 +66,18 @@ def require_kept(recipe: Recipe | None, suite: Suite) -> None:
     """Check that a suite counts no erased concept as retained.
 
     Raises:
-        UserError: The run erased several concepts, and the retain groups have a prompt of one.
+        UserError: The run erased several concepts, and the retain groups have a prompt of one. Or
+        the prompts of the run cannot be read.
     """
-    if recipe is None or len(recipe.forgotten) < 2 or _overlap(recipe, suite, "forget") is None:
+    if recipe is None or len(recipe.forgotten) < 2:
         return
-    overlap = _overlap(recipe, suite, "retain")
+    try:
+        is_own = _overlap(recipe, suite, "forget") is not None
+        overlap = _overlap(recipe, suite, "retain") if is_own else None
+    except UserError as error:
+        raise UserError(
+            f"the suite cannot be compared with the prompts that this run forgot: {error}"
+        ) from None
     if overlap is not None:
         raise UserError(
             f"the suite counts {overlap!r} as retained, but it is in the forget set of this run; "

@@ -32,11 +32,10 @@ def find(kind: str, name: str) -> Path:
     Raises UserError if there is none.
     """
     own = Path(name)
-    suffixes = (*_SUFFIXES, *(_TABLES if kind == "prompts" else ()))
-    if own.suffix.lower() in suffixes or os.sep in name:
+    if is_path(kind, name):
         if os.path.isfile(own):  # False also for a name that the system cannot have
             return own
-        raise _missing(kind, name, has_ending=own.suffix.lower() in suffixes)
+        raise _missing(kind, name)
     for suffix in _SUFFIXES:
         path = folder(kind) / f"{name}{suffix}"
         if os.path.isfile(path):
@@ -46,7 +45,17 @@ def find(kind: str, name: str) -> Path:
     raise unknown(_KINDS[kind], name, names(kind), hint="or give the path of a file of your own")
 
 
-def _missing(kind: str, name: str, *, has_ending: bool) -> UserError:
+def is_path(kind: str, name: str) -> bool:
+    """Whether a name has the form of the path of a user's own file, which may be missing."""
+    return _has_ending(kind, name) or os.sep in name
+
+
+def _has_ending(kind: str, name: str) -> bool:
+    """Whether a name ends as a file of that kind does."""
+    return Path(name).suffix.lower() in (*_SUFFIXES, *(_TABLES if kind == "prompts" else ()))
+
+
+def _missing(kind: str, name: str) -> UserError:
     """Return the error for a path that leads to no file."""
     shown = name if len(name) <= 300 and name.isprintable() else quote(name)
     if _is_run(kind, name):
@@ -55,7 +64,9 @@ def _missing(kind: str, name: str, *, has_ending: bool) -> UserError:
             f"--output {shown} to repeat or continue the run there"
         )
     advice = "check the path"
-    if kind == "pipelines" and not has_ending:
+    if not Path(name).is_absolute():
+        advice += ", or give the command in the folder where it begins"
+    if kind == "pipelines" and not _has_ending(kind, name):
         advice = (
             f"a text with {os.sep!r} is read as a path; check the path. `concept-eraser erase` "
             "takes a concept without it, or the concept's prompts in a file after --forget"
