@@ -310,6 +310,7 @@ def erase(
                 cache=cache,
             )
         command = command or shell_command("erase", folder / "recipe.yaml")
+        environment = jobs.describe_start(job)
         base_name = str(getattr(source, "source", job.model))
         work = jobs.Job(
             recipe=job,
@@ -325,7 +326,12 @@ def erase(
             ),
             on_step=on_step,
             claim=lambda: jobs.claim_folder(
-                folder, job, overwrite=overwrite, command=command, suites=suite_texts
+                folder,
+                job,
+                overwrite=overwrite,
+                command=command,
+                environment=environment,
+                suites=suite_texts,
             ),
         )
         summary = work.write(work.run(resume=resume))

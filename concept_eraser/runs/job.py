@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from concept_eraser.data import prompts
 from concept_eraser.erasers.base import Eraser
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.time_to_unlearn import Watch, concept_rate_of
@@ -53,6 +54,7 @@ from concept_eraser.utils.progress import Progress
 _LOG = logging.getLogger(__name__)
 
 KIND = "run"  # of output folder
+ENVIRONMENT = "environment.json"
 COARSE = 0.1  # share of a change that a precision leaves out, above which there is a warning
 
 
@@ -64,8 +66,8 @@ def check_folder(
     in_memory: the model or its data is an object that the recipe only names, so that a finished run
     may be of another object.
 
-    Raises UserError if the folder was not made by this package, holds another run, or holds this
-    run unfinished without `resume`.
+    Raises UserError if the folder was not made by this package, holds another run or a run with
+    other prompts, or holds this run unfinished without `resume`.
     """
     ours = output_folder.require_claimable(folder, KIND, alone=True)
     for name in (
@@ -90,6 +92,9 @@ def check_folder(
             f"{differences or 'nothing visible'}); "
             "give a new folder with --output, or pass --overwrite"
         )
+    has_state = checkpoint.exists(folder / "state.ckpt")
+    if (folder / "done.json").exists() or (resume and has_state):
+        _require_same_prompts(folder, recipe)
     if (folder / "done.json").exists():
         if in_memory:
             raise UserError(
@@ -98,12 +103,35 @@ def check_folder(
             )
         _require_saved(folder, recipe)
         return True
-    if not resume and checkpoint.exists(folder / "state.ckpt"):
+    if not resume and has_state:
         raise UserError(
             f"{folder} holds this run, unfinished; continue with --resume, or start over "
             "with --overwrite"
         )
     return False
+
+
+def _require_same_prompts(folder: Path, recipe: Recipe) -> None:
+    """Raise UserError if a prompt file has other prompts than those that the run began with."""
+    recorded = _recorded_prompts(folder)
+    for name, spec in recipe.objective_specs.items():
+        if not isinstance(spec.prompts, str) or not resources.is_path("prompts", spec.prompts):
+            continue
+        facts = recorded.get(name)
+        before = facts.get("hash") if isinstance(facts, dict) else None
+        if before is not None and prompts.load(spec.prompts).hash != before:
+            raise UserError(
+                f"{folder} holds this run with other prompts: {spec.prompts} ({name}) was changed "
+                "after the run had begun; restore the file, give a new folder with --output, or "
+                "pass --overwrite"
+            )
+
+
+def _recorded_prompts(folder: Path) -> dict[str, Any]:
+    """Return the facts about the prompts that a run began with; {} if the folder has none."""
+    path = folder / ENVIRONMENT
+    facts = read_json(path).get("prompts") if path.is_file() else None
+    return facts if isinstance(facts, dict) else {}
 
 
 def _require_saved(folder: Path, recipe: Recipe) -> None:
@@ -155,15 +183,21 @@ def join(recipe: Recipe) -> bool:
     return cpu
 
 
+def describe_start(recipe: Recipe) -> dict[str, Any]:
+    """Return the content of environment.json. Raises UserError if a prompt set cannot be read."""
+    return {**provenance.describe(), "prompts": describe_prompts(recipe)}
+
+
 def claim_folder(
     folder: Path,
     recipe: Recipe,
     *,
     overwrite: bool,
     command: str,
+    environment: Mapping[str, Any],
     suites: Mapping[str, str] | None = None,
 ) -> None:
-    """Mark the folder, and write the recipe and the suites of its concepts.
+    """Mark the folder, and write the recipe, environment.json and the suites of its concepts.
 
     Called when model and data have been found to fit.
 
@@ -172,6 +206,7 @@ def claim_folder(
         recipe: The recipe.
         overwrite: Set aside first what an earlier run left there.
         command: The command that the recipe states.
+        environment: The result of `describe_start`, made before the prompts were used.
         suites: The suites as text by file name. One that is there already stays.
 
     Raises:
@@ -181,6 +216,7 @@ def claim_folder(
     if overwrite:
         output_folder.set_aside(folder, keep=_own_files(folder, recipe))
     write_text(folder / "recipe.yaml", recipes.dump(recipe, command))
+    write_json(folder / ENVIRONMENT, dict(environment))
     for name, text in (suites or {}).items():
         if not (folder / name).exists():
             write_text(folder / name, text)
@@ -424,7 +460,9 @@ class Job:
         them, the environment, and done.json last. With several processes the first one writes; the
         others end their training too, and wait.
         """
-        describe = {**provenance.describe(), "prompts": describe_prompts(self.recipe)}
+        # a prompt file may have changed since the run began
+        facts = _recorded_prompts(self.folder) or describe_prompts(self.recipe)
+        describe = {**provenance.describe(), "prompts": facts}
         adapter, trained_parameters = outcome.eraser.adapter, outcome.eraser.trainable()
         factors = adapter.factors(self.recipe.target) if adapter else None
         changed_tensors = {
@@ -500,7 +538,7 @@ class Job:
             if self.recipe.target == "denoiser"
             else self.recipe.target
         )
-        write_json(self.folder / "environment.json", describe)
+        write_json(self.folder / ENVIRONMENT, describe)
         saved = self.recipe.weights_to_save(has_name=self.base is not None)
         if saved != "lora":
             write_tensors(

@@ -41,7 +41,7 @@ def find(kind: str, name: str) -> Path:
         if os.path.isfile(path):
             return path
     if _is_run(kind, name):
-        raise _missing(kind, name, has_ending=False)
+        raise _missing(kind, name)
     raise unknown(_KINDS[kind], name, names(kind), hint="or give the path of a file of your own")
 
 

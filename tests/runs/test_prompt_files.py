@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from typer.testing import CliRunner
 import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.cli.main import app
+from concept_eraser.data import prompts
 from concept_eraser.demo.presets import read_recipe
 from concept_eraser.recipes import recipe as recipes
+from concept_eraser.utils.errors import Interrupted
 from tests.conftest import short
 
 STAR = ["a flat red star", "a blue star"]
-MOON = ["a flat red moon", "a blue moon"]
+OTHER = ["a large red star", "two blue stars"]
 SUITE = {
     "concept": {"shape": "star"},
     "sampling": {"steps": 2},
@@ -85,7 +88,7 @@ def test_what_needs_the_prompts_names_the_missing_file(elsewhere: Path) -> None:
             "where it begins" in str(result.exception)
         )
     content = yaml.safe_load((elsewhere / "recipe.yaml").read_text())
-    content["forget"] = [content["forget"], {**content["forget"], "prompts": MOON}]
+    content["forget"] = [content["forget"], {**content["forget"], "prompts": OTHER}]
     (elsewhere / "recipe.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(
         UserError, match=r"prompts that this run forgot: .*star\.txt; check the path"
@@ -113,3 +116,54 @@ def test_the_watched_suite_of_a_finished_run_may_be_missing(tmp_path: Path) -> N
     assert watch.suite == "missing/suite.yaml"
     with pytest.raises(UserError, match="no such evaluation suite file"):
         recipes.load(tmp_path / "recipe.yaml")
+
+
+def test_a_finished_run_notices_that_its_prompt_file_was_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = prompt_file(*STAR)
+    run = concept_eraser.erase(recipe(), output="run")
+    prompt_file("", *STAR, "")
+    assert concept_eraser.erase(recipe(), output="run").seconds == run.seconds, "the same prompts"
+    prompt_file(*OTHER)
+    with pytest.raises(UserError, match=r"run holds this run with other prompts: star\.txt") as one:
+        concept_eraser.erase(recipe(), output="run")
+    assert "--overwrite" in str(one.value)
+    # the record of an early version has no prompts
+    record = json.loads(Path("run/environment.json").read_text())
+    del record["prompts"]
+    Path("run/environment.json").write_text(json.dumps(record))
+    assert concept_eraser.erase(recipe(), output="run").seconds == run.seconds
+    Path("run/environment.json").unlink()
+    assert concept_eraser.erase(recipe(), output="run").seconds == run.seconds
+    new = concept_eraser.erase(recipe(), output="run", overwrite=True).folder
+    record = json.loads((new / "environment.json").read_text())
+    assert record["prompts"]["forget"]["hash"] == prompts.load(file).hash
+
+
+def test_an_interrupted_run_is_resumed_with_its_own_prompts_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = prompt_file(*STAR)
+    first = prompts.load(file).hash
+    long = recipe(training__steps=4, training__save_every=1)
+
+    def edit_and_stop(step: int, _: float) -> None:
+        if step == 2:
+            prompt_file(*OTHER)
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        concept_eraser.erase(long, output="run", on_step=edit_and_stop)
+    with pytest.raises(UserError, match=r"other prompts: star\.txt \(forget\) was changed"):
+        concept_eraser.erase(long, output="run", resume=True)
+    prompt_file(*STAR)
+
+    def edit(step: int, _: float) -> None:
+        prompt_file(*OTHER)
+
+    run = concept_eraser.erase(long, output="run", resume=True, on_step=edit)
+    record = json.loads((run.folder / "environment.json").read_text())
+    assert record["prompts"]["forget"]["hash"] == first, "of the prompts that were used"
