@@ -84,7 +84,8 @@ def evaluate(
             "-o",
             help=(
                 "folder of evaluation.json and report.html (default: the run folder, or "
-                "evaluations/SUITE in it if it holds the evaluation of another suite)"
+                "evaluations/SUITE in it if it holds the evaluation of another suite; for other "
+                "models evaluation, which must not hold that of another model)"
             ),
         ),
     ] = None,
@@ -196,6 +197,10 @@ def evaluate_run(
 
     Returns:
         The evaluation, and the folder of its files.
+
+    Raises:
+        UserError: As `api.evaluate`. Or the folder holds an evaluation of other models or by
+            another suite.
     """
     from concept_eraser import api
     from concept_eraser.cli.progress_bars import bars
@@ -203,20 +208,30 @@ def evaluate_run(
     from concept_eraser.reporting import run_results
     from concept_eraser.runs import suite_matching
     from concept_eraser.storage import output_folder
+    from concept_eraser.storage.base_model import BUNDLED
 
     # an evaluation under a safeguard does not belong to the run
     is_run = (Path(model) / "recipe.yaml").is_file() and not guard
     run = Path(model) if is_run else None
     # results go into run folders only, not into other people's model folders
     folder, inside = output or Path("evaluation"), None
+    protocol = suites.load(suite or suite_matching.suite_of(model))
     if run is not None and output is None:
-        protocol = suites.load(suite or suite_matching.suite_of(model))
         name = Path(suite).stem if suite else "_".join(protocol.concept.values())
         folder, inside = run_results.place_for(run, protocol, name), run
     first = distributed.is_first()
     names = ("evaluation.json", "evaluation.csv.xz", "report.html")
     lock = output_folder.results(folder, "evaluation", names, inside=inside)
     with lock if first else nullcontext():
+        if inside is None:
+            recipe = suite_matching.recipe_of(model)
+            run_results.require_same(
+                folder,
+                protocol,
+                before=before or (recipe.model if recipe else BUNDLED),
+                after=str(model),
+                guard=guard,
+            )
         with bars(quiet) as progress:
             evaluation = api.evaluate(
                 model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +14,13 @@ from concept_eraser import registry
 from concept_eraser.evaluation import result_schema
 from concept_eraser.evaluation.statistics import Interval
 from concept_eraser.evaluation.suite import Suite
-from concept_eraser.models.safeguards import safeguard_in
+from concept_eraser.models.safeguards import Guard, safeguard_in
 from concept_eraser.reporting import compare, html
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.migration import migrate_results
+from concept_eraser.utils.path_redaction import FILE_ON
 from concept_eraser.utils.provenance import fingerprint
 
 # the folder in a run folder for further suites: <suite>/evaluation.json and report.html
@@ -181,8 +183,55 @@ def place_for(run: Path, suite: Suite, name: str) -> Path:
     )
 
 
+def require_same(
+    folder: Path, suite: Suite, *, before: str, after: str, guard: str | None = None
+) -> None:
+    """Check that a folder holds no evaluation but one of the same models by the same suite.
+
+    Suites that differ only in the number of images count as one.
+
+    Args:
+        folder: The folder for a new evaluation.
+        suite: The suite of the new evaluation.
+        before: The name of the original model.
+        after: The name of the model to measure.
+        guard: The safeguard while sampling.
+
+    Raises:
+        UserError: The folder holds the evaluation of other models, or by another suite.
+    """
+    path = folder / "evaluation.json"
+    if not path.is_file():
+        return
+    models = read_record(folder, path.name).get("models")
+    models = models if isinstance(models, dict) else {}
+    protocol = _comparable_protocol(suite.model_dump(mode="json"))
+    if (
+        _protocol_in(folder) != protocol
+        or not _is_named(models.get("before"), before, None)
+        or not _is_named(models.get("after"), after, guard)
+    ):
+        raise UserError(
+            f"{path} is of other models or of another suite, and is not replaced; give another "
+            "folder with --output"
+        )
+
+
+def _is_named(recorded: Any, name: str, guard: str | None) -> bool:
+    """Whether "source (fingerprint)" is of the model of that name under that safeguard."""
+    file, at, _ = name.partition(FILE_ON)
+    wanted = str(Path(file + FILE_ON[:-1] if at else name).resolve())
+    recorded_guard = safeguard_in(str(recorded))
+    source = str(recorded).rsplit(" (", 1)[0]
+    if recorded_guard:
+        source = source.removesuffix(f" under {recorded_guard}")
+    own_source = str(Path(source).resolve())
+    is_source = own_source == wanted or own_source.startswith(f"{wanted} on ")  # a part on its base
+    return is_source and recorded_guard == (str(Guard.read(guard)) if guard else "")
+
+
 def _protocol_in(folder: Path) -> Any:
-    """Return the protocol of the evaluation in a folder, without what `_sort_of` removes.
+    """Return the protocol of the evaluation in a folder, as `_comparable_protocol` leaves it.
 
     Returns None if there is no evaluation, and {} if it cannot be read.
     """
