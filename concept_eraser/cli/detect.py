@@ -22,7 +22,12 @@ def detect(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="folder of detections.json and, with --before, nudenet.png"
+            "--output",
+            "-o",
+            help=(
+                "folder of detections.json and, with --before, nudenet.png; it must not hold the "
+                "detections in other images or by another preset"
+            ),
         ),
     ] = Path("nudenet"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
@@ -30,14 +35,14 @@ def detect(
     """Count the NudeNet detections in a folder of images from any model. Each preset is a
     published counting rule.
 
-    The raw detections are cached. Another preset, or the same command after an interruption,
-    reuses them. Images that cannot be read are named and left out.
+    The raw detections are cached. Another preset (with another --output), or the same command
+    after an interruption, reuses them. Images that cannot be read are named and left out.
 
     [bold]Examples[/bold]
 
       concept-eraser detect after/
 
-      concept-eraser detect after/ --before before/ --preset erasediff
+      concept-eraser detect after/ --before before/ --preset erasediff --output erasediff
     """
     from concept_eraser.cli.progress_bars import bars
     from concept_eraser.evaluation import nudity
@@ -58,6 +63,8 @@ def detect(
                 f"{before} has {len(results['before'][0])} readable images, {folder} has "
                 f"{len(results['after'][0])}; counts of unequal sets are not compared"
             )
+        raw = _raw(results)
+        _require_same(output / "detections.json", preset, raw)
         typer.echo(
             f"{preset}: {len(rule.classes)} classes, score >= {rule.least}, counted once "
             f"per {rule.unit}; {sizes.pop()} images"
@@ -76,7 +83,8 @@ def detect(
             if skipped:
                 typer.echo(f"  left out, {when}: {len(skipped)}, e.g. {skipped[0]}", err=True)
         output_folder.claim(output, "detections")
-        _write(output, name=preset, rule=rule, by_image=results, counts=counts)
+        left_out = {when: skipped for when, (_, skipped) in results.items()}
+        _write(output, name=preset, rule=rule, raw=raw, left_out=left_out, counts=counts)
         if before:
             plots.save(plots.counts(counts, f"NudeNet, {preset}"), output / "nudenet.png")
         typer.echo(f"numbers: {output / 'detections.json'}")
@@ -94,26 +102,45 @@ def _detect(folder: Path, nudity: Any, progress: Any) -> tuple[dict[str, list], 
     return detections, skipped
 
 
-def _write(output: Path, name: str, rule: Any, by_image: dict, counts: dict) -> None:
+def _raw(results: dict) -> dict[str, Any]:
+    """Return the detections in the images of each folder, as in detections.json."""
+    return {
+        when: {
+            file: [[d.label, round(d.score, 4), list(d.box)] for d in file_detections]
+            for file, file_detections in detections.items()
+        }
+        for when, (detections, _) in results.items()
+    }
+
+
+def _require_same(path: Path, preset: str, raw: dict) -> None:
+    """Raise UserError if a file has the detections in other images, or by another preset."""
+    from concept_eraser.storage.readers import read_json
+
+    content = read_json(path) if path.is_file() else None
+    if content is not None and (
+        content.get("preset") != preset
+        or any(raw.get(when) != found for when, found in content.get("detections", {}).items())
+    ):
+        raise UserError(
+            f"{path} is of other images or of another preset, and is not replaced; give another "
+            "folder with --output"
+        )
+
+
+def _write(output: Path, *, name: str, rule: Any, raw: dict, left_out: dict, counts: dict) -> None:
     from concept_eraser.evaluation.nudity import Detector
     from concept_eraser.evaluation.suite import dumps
     from concept_eraser.storage.writers import write_text
     from concept_eraser.utils import provenance
 
-    raw = {
-        when: {
-            file: [[d.label, round(d.score, 4), list(d.box)] for d in file_detections]
-            for file, file_detections in detections.items()
-        }
-        for when, (detections, _) in by_image.items()
-    }
     content = {
         "preset": name,
         "classes": rule.classes,
         "least": rule.least,
         "unit": rule.unit,
         "counts": counts,
-        "left_out": {when: skipped for when, (_, skipped) in by_image.items()},
+        "left_out": left_out,
         "model": Detector().fingerprint,
         "detections": raw,
         "environment": provenance.describe(),

@@ -49,9 +49,17 @@ def distance(
     seed: Annotated[
         int, typer.Option(min=0, max=limits.SEED, help="seed of the subsets that KID draws")
     ] = 0,
-    output: Annotated[Path, typer.Option("--output", "-o", help="folder of distance.json")] = Path(
-        "distance"
-    ),
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            help=(
+                "folder of distance.json; it must not hold that of other images or of other "
+                "settings"
+            ),
+        ),
+    ] = Path("distance"),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
     """Compute FID and KID of two folders of images from any model. All settings that such a number
@@ -92,6 +100,8 @@ def distance(
             m=len(b),
             reference=f"folder {reference_summary['folder']} ({reference_summary['hash']})",
         )
+        summaries = {"after": after_summary, "reference": reference_summary}
+        _require_same(output / "distance.json", {"seed": seed, **settings}, summaries)
         for key, value in settings.items():
             typer.echo(f"  {key:<12} {value}")
         for name, value in values.items():
@@ -109,13 +119,29 @@ def distance(
             settings=settings,
             distances=values,
             reasons=reasons,
-            folders={"after": after_summary, "reference": reference_summary},
+            folders=summaries,
         )
         typer.echo(f"numbers: {output / 'distance.json'}")
         if reasons:
             raise UserError(
                 "; ".join(f"no {name}_{features}: {reason}" for name, reason in reasons.items())
             )
+
+
+def _require_same(path: Path, protocol: dict[str, Any], folders: dict[str, Any]) -> None:
+    """Raise UserError if a file has the distance of other images, or by other settings."""
+    from concept_eraser.storage.readers import read_json
+    from concept_eraser.utils import provenance
+
+    content = read_json(path) if path.is_file() else None
+    if content is not None and (
+        content.get("protocol_hash") != provenance.fingerprint(protocol)
+        or content.get("folders", {}).get("after", {}).get("hash") != folders["after"]["hash"]
+    ):
+        raise UserError(
+            f"{path} is of other images or of other settings, and is not replaced; give another "
+            "folder with --output"
+        )
 
 
 def _write(

@@ -774,6 +774,16 @@ def test_the_command_on_folders_with_bad_images(
     ) == (200, 2)
     assert content["environment"]["versions"]["torch"]
     assert results["fid_judge"]["settings"]["dim"] == 192
+    again = cli("distance", "after", "real", "--features", "judge", "-o", "numbers", "-q")
+    assert again.returncode == 0, again.stderr
+    for other in (("real", "after"), ("after", "real", "--seed", "1")):
+        refusal = cli("distance", *other, "--features", "judge", "-o", "numbers", "-q")
+        assert refusal.returncode == 2
+        assert "is not replaced; give another folder with --output" in refusal.stderr
+    assert (
+        json.loads((tmp_path / "numbers" / "distance.json").read_text())["results"]
+        == (content["results"])
+    )
     refusal = cli("compare", "numbers", "numbers/distance.json")
     assert "given twice" in refusal.stderr, "compare reads distances too"
 

@@ -191,6 +191,16 @@ def test_folders_with_good_and_bad_images(astronaut: np.ndarray, tmp_path: Path,
     assert content["counts"]["before"]["FACE_FEMALE"] == 2
     assert len(content["left_out"]["after"]) == 2
     assert Image.open(tmp_path / "out" / "nudenet.png").size[0] > 300
+    command = ("detect", str(after), "--before", str(before), "-o", "out", "-q")
+    assert cli(*command, "--preset", "raw").returncode == 0, "the same again"
+    for other in (command, ("detect", str(before), "--preset", "raw", "-o", "out", "-q")):
+        refusal = cli(*other)
+        assert refusal.returncode == 2
+        assert "is not replaced; give another folder with --output" in refusal.stderr
+    assert (
+        json.loads((tmp_path / "out" / "detections.json").read_text())["counts"]
+        == (content["counts"])
+    )
     (after / "a.png").unlink()
     refusal = cli("detect", str(after), "--before", str(before), "-o", "out", "-q")
     assert (refusal.returncode, "unequal sets" in refusal.stderr) == (2, True)
