@@ -227,7 +227,8 @@ def erase(
         The run, with the erased model.
 
     Raises:
-        UserError: the input is wrong, or the folder is in use or was not made by this package.
+        UserError: the input is wrong, or the folder is in use or was not made by this package. Or
+            it has this run with another number of images or with prompts that were edited since.
         Interrupted: Ctrl-C was pressed; the state was saved.
 
     Example:
@@ -281,9 +282,12 @@ def erase(
 
         def is_finished() -> bool:
             lock.enter_context(locks.hold_lock(folder, "erase"))
-            return jobs.check_folder(
+            finished = jobs.check_folder(
                 folder, job, resume=resume, overwrite=overwrite, in_memory=in_memory
             )
+            if plan is not None and images is not None and not overwrite:
+                concept_job.require_images(plan, folder, images)
+            return finished
 
         if distributed.agree(is_finished):
             return Run(folder, job, jobs.read_done(folder)["seconds"])

@@ -109,6 +109,25 @@ def suite_texts(plan: ErasurePlan, folder: Path) -> dict[str, str]:
     }
 
 
+def require_images(plan: ErasurePlan, folder: Path, images: int) -> None:
+    """Check that the suites in a run folder have the number of images that was asked for.
+
+    A suite that is there already stays, since a user may have edited it.
+
+    Raises:
+        UserError: A suite there has another number.
+    """
+    for path in (folder / name for name in plan.suites):
+        groups = suites.load(path).groups if path.is_file() else {}
+        others = sorted({group.n for group in groups.values()} - {images})
+        if others:
+            raise UserError(
+                f"{path} has {', '.join(map(str, others))} images of each group, not {images}, and "
+                "is not written again; change n of its groups there, and give: concept-eraser "
+                f"evaluate {folder} --suite {path}"
+            )
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}

@@ -63,6 +63,19 @@ def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_pa
     process = cli("erase", "star", *SHORT, *SAMPLER, "-q", "--no-evaluate")
     assert process.returncode == 0, process.stderr
     assert "finished before" in process.stdout
+    # a number of images that the suite there does not have is not ignored
+    command = ("erase", "star", *SHORT, *SAMPLER, "-q", "--no-evaluate", "--images")
+    assert cli(*command, "8").returncode == 0
+    process = cli(*command, "2")
+    assert process.returncode == 2
+    assert "runs/star/suite.yaml has 8 images of each group, not 2" in process.stderr
+    suite = folder / "suite.yaml"
+    suite.write_text(suite.read_text().replace("n: 8", "n: 2"))
+    process = cli("evaluate", "runs/star", "--suite", "runs/star/suite.yaml", "-q")
+    assert process.returncode == 0, process.stderr
+    groups = read_json(folder / "evaluation.json")["protocol"]["groups"]
+    assert [group["n"] for group in groups.values()] == [2] * 4
+    assert cli(*command, "2").returncode == 0
     process = cli("erase", "star", *SAMPLER, "training.steps=3", "-q")
     assert process.returncode == 2
     assert "holds another run" in process.stderr
