@@ -399,7 +399,12 @@ CHECKS: dict[str, Callable[[Page], None]] = {
 PRODUCTS = {
     "README": ["runs/fish/suite.yaml", "runs/fish/attacks"],
     "index": ["runs/star/recipe.yaml", "runs/van_gogh/lora/pytorch_lora_weights.safetensors"],
-    "how_to/own_checkpoint": ["runs/mine/pipeline", "after/00001.png", "model/model_index.json"],
+    "how_to/own_checkpoint": [
+        "runs/mine/lora",
+        "runs/mine_in_python/lora",
+        "after/00001.png",
+        "model/model_index.json",
+    ],
     "how_to/lora": [
         "half/model_index.json",
         "mine_folder/model_index.json",

@@ -46,6 +46,16 @@ def test_membership_inference_detects_members_of_an_overfitted_model(
     assert membership(members, others, random_outputs(0.5, 0.9, 100, 3), signal, attack)[0] > 0.95
 
 
+def test_members_are_taken_for_the_more_confident() -> None:
+    """A fit that says the opposite, as one without a trace does by chance, turns nothing round."""
+    members, others = random_outputs(0.5, 0.8, 300, 0), random_outputs(0.55, 0.85, 300, 1)
+    confident, unsure = random_outputs(0.95, 1.0, 50, 2), random_outputs(0.35, 0.4, 50, 3)
+    assert membership(members, others, confident)[0] == 0
+    assert membership(members, others, unsure)[0] == 1
+    accuracy = membership(members, others, unsure)[1]
+    assert accuracy < 0.5  # as the fit's slope is not used
+
+
 def test_membership_inference_is_at_chance_without_overfitting() -> None:
     _, accuracy = membership(
         random_outputs(0, 1, 2000, 0), random_outputs(0, 1, 2000, 1), random_outputs(0, 1, 100, 2)

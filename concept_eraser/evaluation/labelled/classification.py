@@ -100,6 +100,7 @@ def membership(
         on its own training examples.
     """
     with import_from_extra("labelled", "a membership attack"):
+        from sklearn.linear_model import LogisticRegression
         from sklearn.metrics import balanced_accuracy_score
         from sklearn.svm import SVC
 
@@ -111,25 +112,24 @@ def membership(
     if attack == "svc":
         is_member = SVC(C=3, gamma="auto").fit(x, y).predict
     else:
-        is_member = partial(_is_above, least=_least_of_members(x, y))
+        is_member = partial(_is_above, least=_least_of_members(LogisticRegression(), x, y))
     called = is_member(targets.signal(signal)[:, None])
     return float((called == 0).mean()), float(balanced_accuracy_score(y, is_member(x)))
 
 
-def _least_of_members(x: np.ndarray, y: np.ndarray) -> float:
+def _least_of_members(regression: Any, x: np.ndarray, y: np.ndarray) -> float:
     """Return the signal from which on a logistic regression calls an example a member.
 
+    Where it says that members have smaller signals, it is the mean signal.
+
     Args:
+        regression: A LogisticRegression of scikit-learn.
         x: The signals, [2 n, 1].
         y: 1 for members and 0 for others, [2 n].
-
-    Where the regression says that members have smaller signals, it is the mean signal.
     """
-    from sklearn.linear_model import LogisticRegression
-
     mean, spread = float(x.mean()), float(x.std()) or 1.0
-    fit = LogisticRegression().fit((x - mean) / spread, y)
-    slope, offset = float(fit.coef_[0, 0]), float(fit.intercept_[0])
+    regression.fit((x - mean) / spread, y)
+    slope, offset = float(regression.coef_[0, 0]), float(regression.intercept_[0])
     return mean - spread * offset / slope if slope > 0 else mean
 
 
