@@ -28,6 +28,7 @@ from concept_eraser.tiny.painter import SHAPES
 from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
 from studies import grids, tasks
+from studies.classifiers import seeded, with_passes
 
 OTHER = ("color", "style")  # labels for generalisation
 SAMPLING = generate.Sampling(8, 5.0, 64, "bf16")
@@ -103,8 +104,12 @@ def erase(
 
     The setting is a learning rate, or options as in `method.alpha: 5`.
     """
+    train = painted_data(study, "train")
+    forgotten = len(choose(train, classes=classes))
     settings: dict[str, Any] = {
-        "method": spec["method"],
+        "method": with_passes(
+            seeded(spec["method"], seed), forgotten, len(train) - forgotten, study["batch_size"]
+        ),
         "training": {
             "steps": study["steps"],
             "batch_size": study["batch_size"],

@@ -123,8 +123,8 @@ def require_images(plan: ErasurePlan, folder: Path, images: int) -> None:
         if others:
             raise UserError(
                 f"{path} has {', '.join(map(str, others))} images of each group, not {images}, and "
-                "is not written again; change n of its groups there, and give: concept-eraser "
-                f"evaluate {folder} --suite {path}"
+                "is not written again; change n of its groups there, and give: "
+                f"{shell_command('evaluate', folder, '--suite', path)}"
             )
 
 

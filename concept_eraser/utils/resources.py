@@ -82,8 +82,7 @@ def _is_run(kind: str, name: str) -> bool:
 def is_file_name(kind: str, name: str) -> bool:
     """Whether a text is the name of a shipped data file, or has the form of a path."""
     return (
-        Path(name).suffix.lower() in (*_SUFFIXES, *_TABLES)
-        or os.sep in name
+        is_path("prompts", name)  # whose endings are those of all kinds
         or os.path.isfile(name)
         or name in names(kind)
     )

@@ -58,7 +58,7 @@ def test_a_mark_that_another_process_is_writing_is_no_obstacle(
     look = output_folder.is_empty
 
     def after_the_other(folder: Path) -> bool:
-        """The other process writes its mark and a file between the two looks at the folder."""
+        """The other process writes its mark and a file between the two checks of the folder."""
         manifest.write(folder, manifest.Manifest("table"))
         (folder / "row").mkdir()
         return look(folder)

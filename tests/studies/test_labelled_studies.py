@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from studies import grids
+from studies import classifiers, grids
 from tests.conftest import ROOT
 
 
@@ -281,3 +281,11 @@ def _die(queue) -> None:  # type: ignore[no-untyped-def]
     import os
 
     os._exit(7)
+
+
+def test_a_turn_of_scrub_is_a_pass_and_methods_that_draw_have_the_seed_of_the_run() -> None:
+    scrub = classifiers.with_passes({"name": "scrub", "rounds": 2}, 65, 640, 64)
+    assert scrub == {"name": "scrub", "rounds": 2, "forget_steps": 2, "retain_steps": 10}
+    assert classifiers.with_passes({"name": "munba"}, 65, 640, 64) == {"name": "munba"}
+    assert classifiers.seeded({"name": "ssd"}, 3) == {"name": "ssd", "seed": 3}
+    assert classifiers.seeded({"name": "munba"}, 3) == {"name": "munba"}
