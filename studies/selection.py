@@ -20,6 +20,7 @@ from concept_eraser import api, registry
 from concept_eraser.evaluation.suite import Suite, dumps
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils import provenance
+from studies.leaderboard_entries import expand
 from studies.result_tables import STUDIES, Content, Results
 from studies.runs import after, erased_model, recipe_of, run_one, same, score, suite_of
 
@@ -59,8 +60,6 @@ def _elsewhere(
 
 
 def _study(name: str) -> dict:
-    from studies.leaderboard import expand  # imports this module
-
     content: dict = yaml.safe_load((STUDIES / f"{name}.yaml").read_text())
     return expand(content) if "methods" in content else content
 

@@ -21,7 +21,15 @@ import concept_eraser
 from concept_eraser import registry
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
-from studies import leaderboard, memory_footprint, result_tables, runs, selection, study
+from studies import (
+    leaderboard,
+    leaderboard_entries,
+    memory_footprint,
+    result_tables,
+    runs,
+    selection,
+    study,
+)
 from studies.rendering import (
     equal_seconds,
     figures,
@@ -307,7 +315,7 @@ def test_the_table_of_the_readme_has_six_rows_and_no_attack() -> None:
 
 
 def test_every_method_has_a_row_or_a_reason() -> None:
-    entries = leaderboard.expand(LEADERBOARD)["entries"].values()
+    entries = leaderboard_entries.expand(LEADERBOARD)["entries"].values()
     methods = [
         recipe.load(
             e["recipe"], [f"{k}={v}" for k, v in e["set"].items() if k.startswith("method")]
@@ -338,7 +346,7 @@ def test_every_run_of_a_leaderboard_is_a_recipe(name: str) -> None:
     """
     content = yaml.safe_load((ROOT / "studies" / "configs" / f"{name}.yaml").read_text())
     methods = {**content["methods"], **content.get("waiting", {})}
-    plan = leaderboard.expand({**content, "methods": methods})
+    plan = leaderboard_entries.expand({**content, "methods": methods})
     for entry in plan["entries"].values():
         for point in plan["grids"].get(entry.get("grid"), [{}]) if "recipe" in entry else ():
             assert runs.recipe_of(entry, point, 0, study.watch_of(plan, entry)).forgotten
@@ -349,14 +357,14 @@ def test_what_the_default_is_chosen_by_is_in_no_row_of_the_leaderboard() -> None
     attacked prompts.
     """
     candidates = yaml.safe_load((ROOT / "studies" / "configs" / "tiny_default.yaml").read_text())
-    plan, suite = leaderboard.expand(candidates), suites.load("tiny_star")
+    plan, suite = leaderboard_entries.expand(candidates), suites.load("tiny_star")
     for entry in plan["entries"].values():
         assert (
             leaderboard.attacked_suite(plan, entry).seed == candidates["image_seed"] != suite.seed
         )
     assert not {*candidates["seeds"]} & {*LEADERBOARD["seeds"]}
     assert candidates["attack"]["seed"] != LEADERBOARD["attack"]["seed"]
-    rows = leaderboard.expand(LEADERBOARD)
+    rows = leaderboard_entries.expand(LEADERBOARD)
     assert leaderboard.attacked_suite(rows, rows["entries"]["star_munba"]) == "tiny_star"
 
 
@@ -366,18 +374,18 @@ def test_grids_are_of_one_size_and_a_leaderboard_without_is_refused() -> None:
         "grids": {**LEADERBOARD["grids"], "closed": LEADERBOARD["grids"]["closed"][:1]},
     }
     with pytest.raises(SystemExit, match="one size"):
-        leaderboard.expand(unlike)
+        leaderboard_entries.expand(unlike)
 
 
 def test_a_safeguard_is_a_victim_without_training() -> None:
-    entry = leaderboard.expand(LEADERBOARD)["entries"]["blue_sld"]
+    entry = leaderboard_entries.expand(LEADERBOARD)["entries"]["blue_sld"]
     assert entry["guard"] == ["sld-weak:blue", "sld-medium:blue", "sld-strong:blue", "sld-max:blue"]
     model, how = leaderboard.victim({"point": {"guard": "sld-max:blue"}}, Path("nowhere"))
     assert (model, how["guard"]) == ("tiny-sd", "sld-max:blue")
 
 
 def test_a_model_that_never_learned_the_concept_has_a_row_where_its_task_names_one() -> None:
-    entries = leaderboard.expand(LEADERBOARD)["entries"]
+    entries = leaderboard_entries.expand(LEADERBOARD)["entries"]
     assert entries["star_never"]["model"] == "tiny-sd-without-star"
     assert "blue_never" not in entries
     model, how = leaderboard.victim({"point": {"model": "tiny-sd-without-star"}}, Path("nowhere"))
@@ -385,7 +393,7 @@ def test_a_model_that_never_learned_the_concept_has_a_row_where_its_task_names_o
 
 
 def test_a_safeguard_is_measured_at_the_setting_that_the_first_task_chose(tmp_path: Path) -> None:
-    study = leaderboard.expand(LEADERBOARD)
+    study = leaderboard_entries.expand(LEADERBOARD)
     with pytest.raises(SystemExit, match="star_sld_seed0"):
         leaderboard.guard_of(study, "blue_sld", "judge", tmp_path, {})
     result = {
@@ -523,7 +531,7 @@ def test_the_selection_attacks_other_prompts_and_noise_than_are_reported(
         "attack",
         lambda model, name, suite, **how: seeds.append(suite.seed) or Campaign(),
     )
-    study = leaderboard.expand(LEADERBOARD)
+    study = leaderboard_entries.expand(LEADERBOARD)
     entry = study["entries"]["star_munba"]
     assert selection.attack_success(study, entry, "j", tmp_path / "a", ("tiny-sd", {})) == 0.25
     assert selection.attack_success(study, entry, "j", tmp_path / "a", ("tiny-sd", {})) == 0.25
@@ -626,7 +634,7 @@ def test_a_model_of_equal_seconds_is_trained_if_it_differs(
     train = functools.partial(
         leaderboard.equal_time,
         LEADERBOARD,
-        leaderboard.expand(LEADERBOARD),
+        leaderboard_entries.expand(LEADERBOARD),
         work=tmp_path,
         results=leaderboard_of_two,
     )

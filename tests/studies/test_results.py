@@ -14,7 +14,7 @@ import yaml
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
 from concept_eraser.storage.base_model import CONTROLS
-from studies import guidance, leaderboard, render_results, result_tables, runs
+from studies import guidance, leaderboard_entries, render_results, result_tables, runs
 from studies.rendering import excess_recovery
 from studies.rendering.common import LIMITS
 from studies.result_tables import Results
@@ -138,7 +138,7 @@ def test_other_results_say_where_they_come_from(study: str) -> None:
 def test_selection_seeds_are_not_reported() -> None:
     for path in (ROOT / "studies" / "configs").glob("*.yaml"):
         study = yaml.safe_load(path.read_text())
-        study = leaderboard.expand(study) if "attack" in study else study
+        study = leaderboard_entries.expand(study) if "attack" in study else study
         if "victims" in study:  # chooses nothing: its settings are those of other studies
             for victim in study["victims"].values():
                 recipe.load(
