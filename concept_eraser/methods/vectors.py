@@ -16,6 +16,8 @@ from torch import Tensor
 
 Vec = tuple[Tensor, ...]
 
+BLOCK = 2**16  # numbers of each vector that are in float64 at once on a CPU: 0.5 MB, in its cache
+
 
 def _wide(x: Tensor) -> Tensor:
     return x.detach().to(torch.float32 if x.device.type == "mps" else torch.float64).flatten()
@@ -54,10 +56,7 @@ def norm(u: Vec) -> Tensor:
 
 
 def gramian(vectors: Sequence[Vec]) -> Tensor:
-    """Return all inner products of `m` vectors: [m, m] float64 on the CPU.
-
-    Each tensor is converted to float64 once.
-    """
+    """Return all inner products of `m` vectors: [m, m] float64 on the CPU."""
     return gramian_and_scalars(vectors, ())[0]
 
 
@@ -65,6 +64,15 @@ def gramian_and_scalars(
     vectors: Sequence[Vec], scalars: Sequence[Tensor]
 ) -> tuple[Tensor, list[float]]:
     """Return `gramian` and the values of `scalars`. The host waits for a GPU once for both."""
+    if all(part.device.type == "cpu" for vector in vectors for part in vector):
+        return _blockwise_gramian(vectors), fetch(scalars)
+    return _partwise_gramian(vectors, scalars)
+
+
+def _partwise_gramian(
+    vectors: Sequence[Vec], scalars: Sequence[Tensor]
+) -> tuple[Tensor, list[float]]:
+    """Return the result of `gramian_and_scalars`, from a float64 copy of each part."""
     m = len(vectors)
     pairs = [(i, j) for i in range(m) for j in range(i, m)]
     products: list[Tensor] = []  # of each part, for each pair
@@ -76,6 +84,31 @@ def gramian_and_scalars(
     for place, (i, j) in enumerate(pairs):
         gram[i, j] = _total(inner_products[place :: len(pairs)])
     return gram + gram.triu(1).T, values[len(products) :]
+
+
+def _blockwise_gramian(vectors: Sequence[Vec]) -> Tensor:
+    """Return `gramian` of vectors on the CPU, from blocks that gather the parts in float64.
+
+    A float64 copy of a whole part does not fit in a CPU's cache, so that each inner product would
+    read it from memory again.
+    """
+    largest = max((part.numel() for vector in vectors for part in vector), default=0)
+    size = min(BLOCK, largest)
+    block = torch.empty(len(vectors), size, dtype=torch.float64)
+    gram, filled = torch.zeros(len(vectors), len(vectors), dtype=torch.float64), 0
+    for parts in zip(*vectors, strict=True):
+        flat_parts, start = [part.detach().flatten() for part in parts], 0
+        while start < len(flat_parts[0]):
+            taken = min(len(flat_parts[0]) - start, size - filled)
+            for row, part in zip(block, flat_parts, strict=True):
+                row[filled : filled + taken].copy_(part[start : start + taken])
+            start, filled = start + taken, filled + taken
+            if filled == size:
+                gram.addmm_(block, block.T)
+                filled = 0
+    if filled:
+        gram.addmm_(block[:, :filled], block[:, :filled].T)
+    return gram.triu() + gram.triu(1).T
 
 
 def combine(weights: Tensor | Sequence[float], vectors: Sequence[Vec]) -> Vec:
@@ -127,7 +160,7 @@ def scaled_difference(u: list[Tensor], v: Vec, factor: float) -> Vec:
 def _weighted_sum(factors: Sequence[float], parts: Sequence[Tensor]) -> Tensor:
     total = parts[0] * factors[0]
     for factor, part in zip(factors[1:], parts[1:], strict=True):
-        total = total.add(part, alpha=_representable(factor, part.dtype))
+        total.add_(part, alpha=_representable(factor, part.dtype))
     return total
 
 

@@ -254,9 +254,8 @@ def moments(
         sums["other vectors of the method"] = round((during_pass - others) * total)
     if parameters.micro_batches > 1:
         sums["sum over micro-batches"] = total
-    wide = (
-        parameters.objectives * 2 * largest
-    )  # the Gram matrix is summed in float64, tensor by tensor
+    # a GPU sums the Gram matrix in float64 tensor by tensor, a CPU in blocks of a fixed size
+    wide = parameters.objectives * 2 * largest if parameters.gpu else 0
     extra = total if parameters.gpu and parameters.optimizer in ("adam", "adamw") else 2 * largest
     return {
         "last gradient": {**masks, **sums, "forward and backward pass": pass_bytes},

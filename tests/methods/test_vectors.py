@@ -23,6 +23,63 @@ def test_gramian_is_that_of_the_concatenated_vectors() -> None:
         )
 
 
+@pytest.mark.parametrize("block", [1, 3, 7, 1000])
+def test_a_gramian_does_not_depend_on_the_size_of_its_blocks(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3), (), (5,), (0,), (4, 2, 1)]
+    u, v, w = (tuple(torch.randn(shape, generator=generator) for shape in shapes) for _ in range(3))
+    matrix = torch.stack([flat(one) for one in (u, v, w)]).double()
+    monkeypatch.setattr(vectors, "BLOCK", block)
+    gram = vectors.gramian([u, v, w])
+    torch.testing.assert_close(gram, matrix @ matrix.T, rtol=1e-12, atol=1e-14)
+    assert torch.equal(gram, gram.T)
+    infinite = (v[0] * float("inf"), *v[1:])
+    assert [float(x) for x in vectors.gramian([u, infinite]).diagonal()] == pytest.approx(
+        [float(gram[0, 0]), float("inf")]
+    )
+
+
+def test_the_gramian_of_a_gpu_is_that_of_the_cpu() -> None:
+    """It is computed in another order, here on the CPU too, and read with other scalars."""
+    u, v = PAIRS[3]
+    some = [u, v, vectors.combine([0.5, 2.0], [u, v])]
+    gram, values = vectors._partwise_gramian(some, [torch.tensor(3.0), torch.tensor(-1.0)])
+    torch.testing.assert_close(gram, vectors.gramian(some), rtol=1e-9, atol=1e-12)
+    assert values == [3.0, -1.0]
+    assert vectors.gramian_and_scalars(some, [torch.tensor(3.0)])[1] == [3.0]
+
+
+def test_scalars_of_several_types_are_read_together() -> None:
+    numbers = [torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(0.5), torch.tensor(2)]
+    assert vectors.fetch(numbers) == [1 / 3, 0.5, 2.0]
+    assert vectors.fetch(numbers[:1]) == [1 / 3]
+    assert vectors.fetch([torch.tensor(2**53 + 1)]) == [2**53 + 1]  # not by way of a float
+    assert vectors.fetch([]) == []
+
+
+def test_a_difference_is_scaled_and_frees_what_it_no_longer_needs() -> None:
+    u, v = PAIRS[2]
+    remaining = list(u)
+    difference = vectors.scaled_difference(remaining, v, 3.0)
+    torch.testing.assert_close(flat(difference), 3.0 * (flat(u) - flat(v)))
+    assert remaining == []
+    with pytest.raises(ValueError, match=r"1 and \d+ tensors"):
+        vectors.scaled_difference([u[0]], v, 3.0)
+
+
+@pytest.mark.parametrize("weights", [[2.0, -1.0], [0.0, 0.0]])
+def test_a_combination_empties_its_list(weights: list[float]) -> None:
+    u, v = PAIRS[1]
+    remaining = [u, v]
+    total = vectors.combine_and_free(weights, remaining)
+    torch.testing.assert_close(flat(total), weights[0] * flat(u) + weights[1] * flat(v))
+    assert remaining == []
+    with pytest.raises(ValueError, match=r"vectors of \d+, 1 tensors"):
+        vectors.combine([1.0, 1.0], [u, v[:1]])
+
+
 def test_float32_parts_are_accumulated_in_float64() -> None:
     """10^7 ones and one small number: float32 accumulation loses it."""
     u = (torch.ones(10_000_000), torch.full((1,), 1e-2))
