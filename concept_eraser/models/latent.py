@@ -564,6 +564,13 @@ class Variance(Latent):
             return (noisy - sigma * prediction) / signal
         return signal * noisy - sigma * prediction
 
+    def _noise(self, noisy: Tensor, t: Tensor, prediction: Tensor) -> Tensor:
+        """Return the noise in x_t by a prediction for it."""
+        if self.prediction == "epsilon":
+            return prediction
+        signal, sigma = self._signal(t)
+        return signal * prediction + sigma * noisy
+
     def _ddim(self, steps: int) -> Any:
         """Return diffusers' DDIM with the schedule of the pipeline's own scheduler."""
         from diffusers import DDIMScheduler
@@ -597,14 +604,20 @@ class Variance(Latent):
         scheduler = self._ddim(steps)
         times = send(scheduler.timesteps, noise.device)
         x = noise * scheduler.init_noise_sigma
-        for t, number in zip(times[:stop], scheduler.timesteps[:stop], strict=True):
-            x = scheduler.step(
-                self.guide(
-                    x, t, condition=condition, null=null, guidance=guidance, weights=weights
-                ),
-                number,
+        for place, number in enumerate(scheduler.timesteps[:stop]):
+            prediction = self.guide(
                 x,
-            ).prev_sample
+                times[place],
+                condition=condition,
+                null=null,
+                guidance=guidance,
+                weights=weights,
+            )
+            # diffusers' own step ends at t - timesteps // steps, which is the next time step for
+            # the spacing "leading" only
+            clean = scheduler.step(prediction, number, x).pred_original_sample
+            noise_in_x = self._noise(x, times[place : place + 1], prediction)
+            x = self.corrupt(clean, noise_in_x, times[place + 1 : place + 2])
         return x, int(scheduler.timesteps[stop])
 
 

@@ -345,6 +345,36 @@ def test_partial_sampling_stops_at_its_timestep(
         torch.testing.assert_close(x, model.corrupt(latents, noise, torch.tensor([t])))
 
 
+@pytest.mark.parametrize("spacing", ["leading", "linspace", "trailing"])
+@pytest.mark.parametrize("name", ["sdxl", "sdxl-v", "pixart"])
+def test_partial_sampling_follows_the_time_steps_of_any_spacing(
+    name: str, spacing: str, get_model: GetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the true prediction, x_t is at the level of its time step."""
+    pipeline = copy.deepcopy(get_model(name).pipeline)
+    pipeline.scheduler = type(pipeline.scheduler).from_config(
+        pipeline.scheduler.config, timestep_spacing=spacing
+    )
+    model: Any = load(pipeline)
+    model.configure(options(name))
+    latents, noise = torch.randn(2, 1, *model.latent_shape())
+    monkeypatch.setattr(model, "guide", lambda x, t, **_: model.target(latents, noise, t[None]))
+    condition, null = model.encode(texts(name)[:1]), model.null()
+    first = torch.tensor(model.time_grid(7)[:1])
+    for stop in (1, 6):
+        x, t = model.partial(
+            model.corrupt(latents, noise, first),
+            condition,
+            null,
+            stop=stop,
+            steps=7,
+            guidance=2.0,
+        )
+        assert t == model.time_grid(7)[stop]
+        expected = model.corrupt(latents, noise, torch.tensor([t]))
+        torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-4)
+
+
 @every_variant
 def test_encoding_matches_the_pipelines_own_and_vae_round_trip(
     name: str, get_model: GetModel

@@ -7,8 +7,9 @@ One step of the sampler predicts the clean latents and the noise, and mixes them
 For diffusion this is DDIM without noise (Song et al., arXiv 2010.02502; `generalized_steps` with
 eta = 0 in `functions/denoising.py` of ermongroup/ddim). For flow matching it is Euler's method. The
 steps and the guidance are the suite's, unless the attack has options for them. On a pipeline with
-diffusers' DDIM the images are those of the pipeline, which a test compares. On other pipelines the
-sampler differs from the pipeline's own.
+diffusers' DDIM and the spacing "leading" the images are those of the pipeline, which a test
+compares. With other spacings a step of that DDIM ends beside the next time step, and here at it. On
+other pipelines the sampler differs from the pipeline's own.
 """
 
 from __future__ import annotations
