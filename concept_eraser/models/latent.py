@@ -543,6 +543,25 @@ class Variance(Latent):
             )
         self._alphas: Tensor = pipeline.scheduler.alphas_cumprod.float()
 
+    def samplers(self) -> list[str]:
+        """Return the schedulers with the betas of the model's own, whose noise a seed determines.
+
+        diffusers also counts as compatible an EDM scheduler, which is of another diffusion. Some
+        schedulers have no rescaled betas (`rescale_betas_zero_snr`).
+        """
+        import diffusers
+
+        needed = {"beta_start"}
+        if self.pipeline.scheduler.config.get("rescale_betas_zero_snr"):
+            needed.add("rescale_betas_zero_snr")
+        names = []
+        for name in super().samplers():
+            options = set(inspect.signature(getattr(diffusers, name).__init__).parameters)
+            # DPMSolverSDEScheduler takes the seed of its noise from the global generator
+            if needed <= options and "noise_sampler_seed" not in options:
+                names.append(name)
+        return names
+
     def _signal(self, t: Tensor) -> tuple[Tensor, Tensor]:
         self._alphas = send(self._alphas, t.device)  # once, and not in each step
         alpha = self._alphas[t].view(-1, 1, 1, 1)

@@ -843,14 +843,70 @@ def test_what_a_family_refuses(get_model: GetModel) -> None:
         guided = klein.guide(x, t, condition, klein.null(), 3.0, None)
         assert torch.equal(guided, klein.denoise(x, t[None], condition))
     dit = copy.deepcopy(get_model("dit").pipeline)
-    dit.scheduler = diffusers.DDPMScheduler()
-    with pytest.raises(UserError, match="a seed names no image"):
-        load(dit)
+    for scheduler in (
+        diffusers.DDPMScheduler(),
+        diffusers.EulerDiscreteScheduler(),
+        diffusers.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++"),
+    ):
+        dit.scheduler = scheduler
+        with pytest.raises(UserError, match="a seed names no image"):
+            load(dit)
     dit.scheduler = diffusers.DDIMScheduler()
     small = load(dit)
     small.classes = 10
     with pytest.raises(UserError, match="guides models of 1000 classes only"):
         small.sample(["1"], seeds=[0], steps=1, guidance=2.0)
+
+
+DETERMINISTIC = {
+    "DDIMScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "EulerDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "KDPM2DiscreteScheduler",
+    "LMSDiscreteScheduler",
+    "PNDMScheduler",
+    "UniPCMultistepScheduler",
+}
+
+
+@pytest.mark.parametrize("name", ["pixart-sigma", "dit"])
+def test_every_sampler_solves_the_equation_of_the_model(name: str, get_model: GetModel) -> None:
+    """With many steps all samplers without noise draw nearly the same image, the others by seed."""
+    model: Any = get_model(name)
+
+    def draw(sampler: str) -> torch.Tensor:
+        with model.sampler(sampler):
+            images = model.sample(texts(name)[:1], seeds=[5], steps=40, guidance=2.0)
+        return images.float()
+
+    own, samplers = draw(""), model.samplers()
+    assert {"DDIMScheduler", "PNDMScheduler"} <= set(samplers)
+    assert not {"EDMEulerScheduler", "DPMSolverSDEScheduler"} & set(samplers)
+    assert ("EulerDiscreteScheduler" in samplers) == (name != "dit")
+    for sampler in samplers:
+        if sampler in DETERMINISTIC:
+            assert (draw(sampler) - own).abs().mean() < 3, sampler
+        else:
+            assert torch.equal(draw(sampler), draw(sampler)), sampler
+
+
+def test_samplers_have_the_rescaled_betas_of_a_model(get_model: GetModel) -> None:
+    pipeline = copy.deepcopy(get_model("sdxl-v").pipeline)
+    pipeline.scheduler = diffusers.DDIMScheduler.from_config(
+        pipeline.scheduler.config, rescale_betas_zero_snr=True, clip_sample=False
+    )
+    model: Any = load(pipeline)
+    assert {"DDIMScheduler", "EulerDiscreteScheduler"} <= set(model.samplers())
+    # these would sample with betas that are not rescaled
+    assert not {"PNDMScheduler", "HeunDiscreteScheduler"} & set(model.samplers())
+    for name in model.samplers():
+        with model.sampler(name):
+            torch.testing.assert_close(
+                model.pipeline.scheduler.alphas_cumprod[:-1], model._alphas[:-1]
+            )
 
 
 def test_weights_are_checked_by_the_model_index(folder: Any, tmp_path: Path) -> None:

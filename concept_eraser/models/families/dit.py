@@ -23,6 +23,15 @@ from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.errors import UserError, unknown
 
 NULL_OF_PIPELINE = 1000  # the class for none in diffusers' DiTPipeline, whatever the model
+# schedulers that begin with unit noise and draw no other
+SAMPLERS = (
+    "DDIMScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "PNDMScheduler",
+    "UniPCMultistepScheduler",
+)
 
 
 class DiT(Variance):
@@ -37,11 +46,13 @@ class DiT(Variance):
 
     def __init__(self, pipeline: Any, source: str) -> None:
         super().__init__(pipeline, source)
-        if type(pipeline.scheduler).__name__ == "DDPMScheduler":
+        scheduler = pipeline.scheduler
+        kind = type(scheduler).__name__
+        if kind not in SAMPLERS or "sde" in str(scheduler.config.get("algorithm_type")):
             raise UserError(
-                f"{source}: diffusers' DiTPipeline lets the DDPMScheduler draw from the "
-                "global generator, so that a seed names no image; give it a "
-                "DDIMScheduler"
+                f"{source}: diffusers' DiTPipeline does not scale its first noise and gives the "
+                f"scheduler no generator, so that with the {kind} images are wrong or a seed "
+                "names no image; give it a DDIMScheduler"
             )
         self.classes = int(pipeline.transformer.config.num_embeds_ada_norm)
 
@@ -94,6 +105,9 @@ class DiT(Variance):
 
     def _reporting(self, progress: Callable[[int], None] | None) -> dict[str, Any]:
         return {}  # this pipeline reports nothing
+
+    def samplers(self) -> list[str]:
+        return [name for name in super().samplers() if name in SAMPLERS]
 
     def allow(self, guidance: float) -> None:
         if guidance > 1 and self.classes != NULL_OF_PIPELINE:
