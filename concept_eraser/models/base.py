@@ -300,7 +300,8 @@ class Model(Loaded):
             t: The time step, [] or [1].
             condition: The condition of each image, n rows.
             null: The condition of the unconditional prediction, n rows.
-            guidance: The factor of the difference of the two predictions.
+            guidance: The factor of the difference of the two predictions. 1 or less is the
+                conditional prediction alone, unless the guidance is an input of the denoiser.
             weights: Replacements of some of the denoiser's parameters.
         """
 

@@ -359,8 +359,13 @@ class Latent(Model):
         guidance: float,
         weights: Weights | None,
     ) -> Tensor:
-        """Return the prediction with classifier-free guidance at one time step t [1]."""
+        """Return the prediction with classifier-free guidance at one time step t [1].
+
+        With guidance 1 or less it is that for the prompt alone, as in diffusers' pipelines.
+        """
         n = len(condition)
+        if guidance <= 1:
+            return self.denoise(x, t.expand(n), condition, weights)
         conditions = Condition(
             {k: torch.cat([null.tensors[k], v]) for k, v in condition.tensors.items()}
         )

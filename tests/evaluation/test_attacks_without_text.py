@@ -100,12 +100,12 @@ def test_every_attack_states_its_family() -> None:
 # --- the sampler ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guidance", [5.0, 1.0])
+@pytest.mark.parametrize("guidance", [5.0, 1.0, 0.5, 0.0])
 def test_the_trajectory_is_the_pipelines_own(
     guidance: float, shared_tiny: Any, make_scene: MakeScene
 ) -> None:
-    scene = make_scene()
-    sampler = Trajectory(scene, 3, guidance=guidance)
+    scene = make_scene(sampling=generate.Sampling(steps=3, guidance=guidance))
+    sampler = Trajectory(scene)
     x = sampler.run(noise_for(scene, scene.live), shared_tiny.encode(STARS))
     images = shared_tiny.sample(STARS, seeds=scene.seeds, steps=3, guidance=guidance)
     assert distance(sampler.images(x), images) <= 1
@@ -434,6 +434,9 @@ def test_other_settings_are_tried_one_at_a_time_or_all(make_scene: MakeScene) ->
         (5.0, 2, ""),
         (5.0, 4, "DDPMScheduler"),
     ]
+    # as in the pipelines a suite's guidance 0 is the prompt alone, not the empty one
+    turbo = make_scene(sampling=generate.Sampling(steps=4, guidance=0.0))
+    assert list(attack.settings(turbo))[2:] == [(1.0, 2, ""), (1.0, 4, "DDPMScheduler")]
     every = other_sampling.OtherSampling(attack.guidances, attack.steps, attack.samplers, True)
     assert list(every.settings(scene)) == [(1.0, 2, "DDPMScheduler"), (9.0, 2, "DDPMScheduler")]
 

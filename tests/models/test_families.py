@@ -325,6 +325,22 @@ def test_the_denoiser_gets_the_inputs_of_the_pipeline(name: str, get_model: GetM
 
 
 @every
+def test_guidance_of_one_or_less_is_the_prompt_alone(name: str, get_model: GetModel) -> None:
+    """For the pipeline and for our own sampling. Flux takes the number as an input."""
+    model, text = get_model(name), texts(name)[:1]
+    condition, null = model.encode(text), model.null()
+    noise = torch.randn(1, *model.latent_shape(), generator=torch.Generator().manual_seed(5))
+    by_guidance = []
+    for guidance in (1.0, 0.5, 0.0):
+        x, _ = model.partial(noise, condition, null, stop=2, steps=3, guidance=guidance)
+        images = model.sample(text, seeds=[5], steps=2, guidance=guidance)
+        by_guidance.append((x, images.float()))
+    for one in by_guidance[1:]:
+        for own, other in zip(by_guidance[0], one, strict=True):
+            assert torch.equal(own, other) == (name != "flux")
+
+
+@every
 def test_partial_sampling_stops_at_its_timestep(
     name: str, get_model: GetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

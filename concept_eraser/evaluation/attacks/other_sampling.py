@@ -70,7 +70,8 @@ class OtherSampling(Attack):
         # a safeguard needs guidance above 1
         guarded = getattr(scene.victim, "guard", None) is not None
         guidances = [value for value in self.guidances if value > 1 or not guarded]
-        own = (scene.sampling.guidance, scene.sampling.steps, "")
+        # a suite's guidance 0 is the prompt alone, as in the pipelines
+        own = (scene.sampling.guidance or 1.0, scene.sampling.steps, "")
         if self.combine:
             yield from itertools.product(
                 guidances or own[:1], self.steps or own[1:2], fitting or own[2:]

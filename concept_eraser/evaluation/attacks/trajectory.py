@@ -44,7 +44,7 @@ class Trajectory:
         scene: The attacked batch. Evaluations of the denoiser are counted there.
         steps: The number of steps, 0 for the suite's.
         guidance: Classifier-free guidance, None for the suite's. 1 is the prompt alone, 0 the empty
-            prompt alone.
+            prompt alone. A suite's 0 is the prompt alone, as in the pipelines, and counts as 1.
         model: The model that samples, the victim by default.
     """
 
@@ -58,7 +58,7 @@ class Trajectory:
             ("steps", self.steps or self.scene.sampling.steps),
             (
                 "guidance",
-                self.scene.sampling.guidance if self.guidance is None else self.guidance,
+                (self.scene.sampling.guidance or 1.0) if self.guidance is None else self.guidance,
             ),
             ("model", self.model or self.scene.victim),
         ):
@@ -105,21 +105,21 @@ class Trajectory:
         null: The condition of the unconditional prediction, one row for each image; the model's own
         by default.
         """
-        t = self.time(x, step)
-        if self.guidance in (0, 1):
+        t, guidance = self.time(x, step), float(self.guidance or 0)
+        if guidance in (0, 1):
             self.scene.spend("denoiser calls", len(x))
-            if self.guidance == 0:
+            if guidance == 0:
                 condition = null if null is not None else self.model.null().repeat(len(x))
             return self.model.denoise(x, t, condition)
         if null is None:
             null = self.model.null().repeat(len(x))
-        self.scene.spend("denoiser calls", 2 * len(x))
+        self.scene.spend("denoiser calls", (2 if guidance > 1 else 1) * len(x))
         return self.model.guide(
             x,
             t[:1],
             condition=condition,
             null=null,
-            guidance=float(self.guidance or 0),
+            guidance=guidance,
             weights=None,
         )
 
