@@ -104,6 +104,22 @@ def penultimate(encoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
     return output.hidden_states[-2], output[0]
 
 
+def require_text_to_image(pipeline: Any, source: str) -> None:
+    """Raise UserError for a UNet that takes more than noised latents, time steps and texts."""
+    config, channels = pipeline.unet.config, pipeline.vae.config.latent_channels
+    if config.in_channels != channels:
+        raise UserError(
+            f"{source}: its UNet takes {config.in_channels} channels and its VAE has latents of "
+            f"{channels}, as in models for inpainting or editing, which are not supported; use a "
+            "checkpoint for text to image"
+        )
+    if config.time_cond_proj_dim is not None:
+        raise UserError(
+            f"{source} is distilled with its guidance as an input (a latent consistency model), "
+            "which is not supported; use the checkpoint that it was distilled from"
+        )
+
+
 class Latent(Model):
     """A pipeline with an AutoencoderKL, with the interface of `Model`.
 

@@ -925,6 +925,25 @@ def test_samplers_have_the_rescaled_betas_of_a_model(get_model: GetModel) -> Non
             )
 
 
+@pytest.mark.parametrize("kind", ["StableDiffusionPipeline", "StableDiffusionXLPipeline"])
+def test_a_unet_with_further_inputs_is_refused(
+    kind: str, get_model: GetModel, shared_tiny: Any
+) -> None:
+    """Of an inpainting model (9 channels), and of a latent consistency model."""
+    model = get_model("sdxl") if kind == "StableDiffusionXLPipeline" else shared_tiny
+    for option, message in (
+        ({"in_channels": 9}, "takes 9 channels and its VAE has latents of 4"),
+        ({"time_cond_proj_dim": 8}, "guidance as an input"),
+    ):
+        parts = dict(model.pipeline.components)
+        config = {**parts["unet"].config, **option}
+        parts["unet"] = diffusers.UNet2DConditionModel.from_config(config)
+        if kind == "StableDiffusionPipeline":
+            parts["requires_safety_checker"] = False
+        with pytest.raises(UserError, match=message):
+            load(getattr(diffusers, kind)(**parts))
+
+
 def test_weights_are_checked_by_the_model_index(folder: Any, tmp_path: Path) -> None:
     model_folder = Path(shutil.copytree(folder("sd3"), tmp_path / "model"))
     path = next((model_folder / "text_encoder_3").glob("*.safetensors"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.models.base import Condition, Weights
-from concept_eraser.models.latent import Variance, tokens_of
+from concept_eraser.models.latent import Variance, require_text_to_image, tokens_of
 from concept_eraser.models.vocabulary import Words
 from concept_eraser.utils.errors import UserError
 
@@ -38,6 +38,10 @@ class StableDiffusion(Variance):
     # A safety checker would replace images by black ones, unnoticed by the evaluation. It is not
     # part of the model.
     left_out = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}  # noqa: RUF012
+
+    def __init__(self, pipeline: Any, source: str) -> None:
+        super().__init__(pipeline, source)
+        require_text_to_image(pipeline, source)
 
     def tokenize(self, prompts: Sequence[str]) -> Condition:
         tokens = tokens_of(

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from concept_eraser.models.base import Condition, Weights
-from concept_eraser.models.latent import Guided, Variance, penultimate, tokens_of
+from concept_eraser.models.latent import (
+    Guided,
+    Variance,
+    penultimate,
+    require_text_to_image,
+    tokens_of,
+)
 from concept_eraser.utils.errors import UserError
 
 
@@ -32,11 +38,7 @@ class StableDiffusionXL(Variance, Guided):
 
     def __init__(self, pipeline: Any, source: str) -> None:
         super().__init__(pipeline, source)
-        if pipeline.unet.config.time_cond_proj_dim is not None:
-            raise UserError(
-                f"{source} is distilled with its guidance as an input (a latent consistency "
-                "model), which is not supported for SDXL"
-            )
+        require_text_to_image(pipeline, source)
         if getattr(pipeline.vae.config, "latents_mean", None) is not None:
             raise UserError(
                 f"{source}: its VAE scales each channel of the latents by itself, which "
