@@ -43,6 +43,15 @@ class Flow(Sized):
                 f"{source}: the scheduler {type(pipeline.scheduler).__name__} is not one of flow "
                 "matching from noise (FlowMatchEulerDiscreteScheduler)"
             )
+        config, kind = pipeline.scheduler.config, type(pipeline.scheduler).__name__
+        draws_noise = kind == "FlowMatchLCMScheduler" or config.get("stochastic_sampling")
+        # pipelines without this method give the scheduler no generator
+        if draws_noise and not hasattr(pipeline, "prepare_extra_step_kwargs"):
+            raise UserError(
+                f"{source}: diffusers' {type(pipeline).__name__} lets this {kind} draw from the "
+                "global generator, so that a seed names no image; give it a "
+                "FlowMatchEulerDiscreteScheduler without stochastic_sampling"
+            )
         self._sigmas = self._schedule()
 
     def _is_flow(self, scheduler: Any) -> bool:

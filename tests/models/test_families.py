@@ -858,6 +858,19 @@ def test_what_a_family_refuses(get_model: GetModel) -> None:
     with torch.no_grad():
         guided = klein.guide(x, t, condition, klein.null(), 3.0, None)
         assert torch.equal(guided, klein.denoise(x, t[None], condition))
+    for scheduler in (
+        diffusers.FlowMatchLCMScheduler(),
+        diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True),
+    ):
+        for name in ("sd3", "flux", "zimage", "qwenimage", "flux2"):
+            pipeline = copy.deepcopy(get_model(name).pipeline)
+            pipeline.scheduler = scheduler
+            with pytest.raises(UserError, match="a seed names no image"):
+                load(pipeline)
+        sana = copy.deepcopy(get_model("sana").pipeline)  # gives its generator to the scheduler
+        sana.scheduler = scheduler
+        images = [load(sana).sample(["a star"], seeds=[0], steps=2, guidance=1.0) for _ in range(2)]
+        assert torch.equal(*images)
     dit = copy.deepcopy(get_model("dit").pipeline)
     for scheduler in (
         diffusers.DDPMScheduler(),
