@@ -22,6 +22,7 @@ from concept_eraser.models.completeness import (
     require_vocabulary,
 )
 from concept_eraser.models.module import CONFIG, Module, open_folder
+from concept_eraser.models.stored_parts import weight_files
 from concept_eraser.storage.base_model import (
     BUNDLED,
     BUNDLED_MODELS,
@@ -51,6 +52,8 @@ FAMILIES = {
     "Flux2KleinPipeline": "flux2",
 }
 _CODE = re.compile(r"[^\d\W]\w*(\.[^\d\W]\w*)*:[^\d\W]\w*")  # package.module:function
+# a file of another precision, e.g. model.fp16.safetensors or model.fp16-00001-of-00002.safetensors
+_VARIANT = re.compile(r"^[^.]+\.([^.]+?)(?:-\d+-of-\d+)?\.safetensors$")
 # the first letters of the parts of a pipeline whose weights are loaded
 _WEIGHED = ("unet", "transformer", "vae", "text_encoder")
 
@@ -589,6 +592,14 @@ def _check_weights(folder: Path, allow_pickle: bool) -> None:
         )
     if not tensors and not pickles:
         raise Incomplete(f"{folder} holds no weights (*.safetensors)")
+    variants = [found[1] for path in tensors if (found := _VARIANT.search(path.name))]
+    if variants and not pickles and not weight_files(folder):
+        raise UserError(
+            f"{folder} holds its weights only as the variant {variants[0]!r} ({tensors[0].name}), "
+            "which is not loaded; write the pipeline once without a variant, in Python: "
+            f"diffusers.DiffusionPipeline.from_pretrained({str(folder.parent)!r}, "
+            f"variant={variants[0]!r}).save_pretrained(FOLDER)"
+        )
     for path in tensors:
         try:
             with safe_open(path, "pt"):

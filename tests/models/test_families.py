@@ -973,6 +973,18 @@ def test_weights_are_checked_by_the_model_index(folder: Any, tmp_path: Path) -> 
     assert load(model_folder).readers == ("text_encoder", "text_encoder_2")
 
 
+@pytest.mark.parametrize("writing", [{}, {"max_shard_size": "40KB"}])
+def test_weights_of_a_variant_are_named(
+    writing: dict[str, str], get_model: GetModel, tmp_path: Path
+) -> None:
+    pipeline = get_model("sd3").pipeline
+    pipeline.save_pretrained(tmp_path, variant="fp16", **writing)
+    with pytest.raises(UserError, match=r"text_encoder.* only as the variant 'fp16' \(model\.fp16"):
+        load(tmp_path)
+    pipeline.save_pretrained(tmp_path, **writing)  # beside them
+    assert load(tmp_path).family == "sd3"
+
+
 def test_a_strangers_chat_template_is_not_run(folder: Any, tmp_path: Path) -> None:
     place = Path(shutil.copytree(folder("zimage"), tmp_path / "model"))
     template = place / "tokenizer" / "chat_template.jinja"
