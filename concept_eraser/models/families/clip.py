@@ -44,11 +44,12 @@ class ZeroShot(nn.Module):
     def image_embeddings(self, images: Tensor) -> Tensor:
         """Return unit vectors [n, width].
 
-        Images of another size are resized bicubically, as in CLIP's own preprocessing.
+        Images of another size are resized bicubically and clipped, as in CLIP's own preprocessing.
         """
         size = image_size(self.inner)
         if images.shape[-2:] != (size, size):
             images = F.interpolate(images, (size, size), mode="bicubic", antialias=True)
+            images = images.clamp(-1, 1)  # the filter overshoots at edges
         pixels = ((images + 1) / 2 - self.mean) / self.std  # type: ignore[operator]
         if is_open_clip(self.inner):
             return F.normalize(self.inner.encode_image(pixels), dim=-1)
