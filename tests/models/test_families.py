@@ -201,8 +201,27 @@ def ddpm_alpha(t: int) -> float:
     return float(np.prod(1 - np.linspace(0.0001, 0.02, 1000)[: t + 1]))
 
 
+def sdxl_alpha(t: int) -> float:
+    """The same with betas whose roots are evenly spaced, from 0.00085 to 0.012."""
+    return float(np.prod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000)[: t + 1] ** 2))
+
+
 # signal and noise level of x_t, the target's factors of x_0 and of the noise, the denoiser's time
 Formula = Callable[[int], tuple[float, float, float, float, float]]
+
+
+def epsilon_formula(alpha: Callable[[int], float]) -> Formula:
+    return lambda t: (alpha(t) ** 0.5, (1 - alpha(t)) ** 0.5, 0, 1, t)
+
+
+def v_formula(alpha: Callable[[int], float]) -> Formula:
+    return lambda t: (
+        alpha(t) ** 0.5,
+        (1 - alpha(t)) ** 0.5,
+        -((1 - alpha(t)) ** 0.5),
+        alpha(t) ** 0.5,
+        t,
+    )
 
 
 def flow_formula(
@@ -220,7 +239,13 @@ def flow_formula(
 
 # written by hand, from the tiny pipelines' settings
 BY_HAND: dict[str, Formula] = {
-    "pixart": lambda t: (ddpm_alpha(t) ** 0.5, (1 - ddpm_alpha(t)) ** 0.5, 0, 1, t),
+    **dict.fromkeys(("dit", "pixart"), epsilon_formula(ddpm_alpha)),
+    "sdxl": epsilon_formula(sdxl_alpha),
+    "sdxl-v": v_formula(sdxl_alpha),
+    "sd3": flow_formula(3.0, time=lambda sigma: 1000 * sigma),
+    # linear in the 16 tokens: 0.5 at 256, 1.15 at 4,096
+    "flux": flow_formula(math.exp(0.5 + (16 - 256) / (4096 - 256) * 0.65)),
+    "flux-schnell": flow_formula(1.0),
     "sana": flow_formula(3.0, largest=0.999, time=lambda sigma: int(1000 * sigma)),
     "sana-euler": flow_formula(3.0, time=lambda sigma: 1000 * sigma),
     "zimage": flow_formula(3.0, time=lambda sigma: 1 - sigma),
