@@ -6,7 +6,11 @@ The integer time step t of the interface counts the scheduler's training schedul
 end. So sigma ascends with t, as in diffusion, and the last t is pure noise. The schedule's shift
 towards noise is applied: the constant one, or that of the image's size if the scheduler depends on
 it. Training draws t uniformly, so sigma by that shifted schedule. SD 3's own training drew it from
-a logit-normal (arXiv 2403.03206, by summaries of it; its text was not read here).
+a logit-normal (arXiv 2403.03206, by summaries of it; its text was not read here). The training
+scripts of diffusers for Flux, Qwen-Image and Flux.2 Klein have no shift by the image's size: there
+sigma is uniform (examples/dreambooth/train_dreambooth_lora_flux.py, lines 1766-1779,
+train_dreambooth_lora_qwen_image.py, lines 1746-1759, train_dreambooth_lora_flux2_klein.py, lines
+1838-1851).
 
 Losses are squared errors of the velocity, with weight 1 at every sigma. The training script of
 diffusers for SD 3 (examples/dreambooth/train_dreambooth_sd3.py) takes the error of x_t - sigma

@@ -2,6 +2,11 @@
 
 Also epsilon- and v-prediction. Sampling is diffusers' own pipeline. Training always uses the
 schedule's alphas: the forward process is the same for every sampler.
+
+Latents of an image are the mean of the VAE's posterior, so that they depend on the image alone. The
+training scripts of diffusers for Stable Diffusion, SDXL, SD 3, Flux and Qwen-Image draw from the
+posterior (examples/text_to_image/train_text_to_image.py, line 968); those for Z-Image and Flux.2
+Klein take its mode, which is the mean.
 """
 
 from __future__ import annotations

@@ -6,7 +6,9 @@ In the interface they are an image [b, c, h, w].
 dev is guidance-distilled: it takes the guidance as a number, which is a part of the condition, and
 its sampling has no empty prompt. schnell takes no guidance. In training this number is the option
 `guidance`, by default 1.0. There the distilled model is nearest to the conditional velocity of the
-data, which is the target of the losses. In sampling it is the guidance of the sampler. The loss
+data, which is the target of the losses. diffusers' script for a LoRA has 3.5 by default
+(examples/dreambooth/train_dreambooth_lora_flux.py, lines 497-501). In sampling it is the guidance
+of the sampler. The loss
 `esd` guides away from the prediction for the empty prompt, at the same `guidance`.
 
 The selection cross_attention is the text's part of the joint attention (see recipes/selections.py).

@@ -10,7 +10,9 @@ unconditional prediction has no instruction, as in the pipeline.
 The published pipelines sample with DPM-Solver on flow's sigmas. Their training schedule here is
 that scheduler's with 1,000 steps: its largest sigma is just below 1. It gives the denoiser whole
 numbers for time steps, and so does the training. With a FlowMatchEulerDiscreteScheduler sigma and
-time steps are those of models/flow.py.
+time steps are those of models/flow.py. The pipeline multiplies time steps by the denoiser's
+`timestep_scale`, and so does the training here. diffusers' script for a LoRA does not
+(examples/dreambooth/train_dreambooth_lora_sana.py, line 1423).
 """
 
 from __future__ import annotations
