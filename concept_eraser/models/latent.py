@@ -33,6 +33,7 @@ from concept_eraser.utils.errors import UserError, unknown
 log = logging.getLogger(__name__)
 SENTENCE = "A photo of the naïve étoile, 12 red stars & co!"
 READERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+ENDS = 2  # tokens that a tokenizer adds to a text: its begin and its end
 
 
 def quiet_libraries() -> None:
@@ -70,8 +71,12 @@ def tokens_of(
         truncation=True,
         return_tensors="pt",
     )
+    # a text has at most one token for each byte, and those of its begin and end
     long_prompts = [
-        p for p in prompts if len(texts[p]) > length and len(tokenizer(texts[p]).input_ids) > length
+        p
+        for p in prompts
+        if len(texts[p].encode(errors="replace")) + ENDS > length
+        and len(tokenizer(texts[p]).input_ids) > length
     ]
     if long_prompts:
         examples = "; ".join(f"{p[:60]!r}" for p in list(dict.fromkeys(long_prompts))[:5]) + (

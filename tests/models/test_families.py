@@ -800,7 +800,9 @@ def test_options_of_a_family(get_model: GetModel) -> None:
     assert (flux.guidance, flux.size) == (3.5, 32)  # a refused request changes nothing
 
 
-@pytest.mark.parametrize("name", ["pixart", "sana", "zimage", "qwenimage", "flux2"])
+@pytest.mark.parametrize(
+    "name", ["sdxl", "sd3", "flux", "pixart", "sana", "zimage", "qwenimage", "flux2"]
+)
 def test_a_lora_in_plain_diffusers(
     name: str, get_model: GetModel, folder: Any, tmp_path: Path
 ) -> None:

@@ -95,10 +95,17 @@ def test_partial_sampling_stops_at_its_timestep(shared_tiny) -> None:
     assert shared_tiny.partial(noise, condition, null, stop=9, steps=10, guidance=3.0)[1] < 100
 
 
-def test_a_long_prompt_is_cut_with_a_warning(shared_tiny, caplog) -> None:
-    states = shared_tiny.encode(["star " * 200]).tensors["states"]
+@pytest.mark.parametrize(
+    ("prompt", "is_cut"),
+    # a letter that is no word is a token for each byte
+    [("star " * 200, True), ("赤い星" * 20, True), ("赤い星", False), ("star " * 20, False)],
+)
+def test_a_long_prompt_is_cut_with_a_warning(
+    prompt: str, is_cut: bool, shared_tiny, caplog
+) -> None:
+    states = shared_tiny.encode([prompt]).tensors["states"]
     assert states.shape[1] == 77
-    assert "longer than the model's 77 tokens" in caplog.text
+    assert ("longer than the model's 77 tokens" in caplog.text) == is_cut
 
 
 def test_vae_round_trip(shared_tiny) -> None:
