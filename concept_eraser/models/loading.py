@@ -510,11 +510,14 @@ def _part(path: Path, base: Any, allow_pickle: bool, token: str | None) -> Model
             pipeline = single_file.read(path, _configuration(str(base), token), file_parts)
         if pipeline is not None:
             model_of_file: Any = _from_object(pipeline)
+            single_file.require_same_prediction(path, model_of_file)
             model_of_file.source = str(path)
             model_of_file.remember_file(path)
             return model_of_file
     model = load(base, allow_pickle=allow_pickle, token=token)
     model = _copy(model) if in_memory else model  # the caller's own does not change
+    if file_parts:
+        single_file.require_same_prediction(path, model)
     overlay.put_on(model, path, allow_pickle=allow_pickle)
     return model
 

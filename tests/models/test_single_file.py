@@ -180,6 +180,42 @@ def test_a_file_is_put_on_its_base(name: str, get_model, tmp_path: Path) -> None
         assert model_of_file.source == f"{file} on {folder}"
 
 
+def test_a_file_says_what_it_predicts(get_model, tmp_path: Path) -> None:
+    """By the marks of ComfyUI and of the specification of headers."""
+    folder, model = get_model("sdxl-v")
+    noise_folder, noise_model = get_model("sdxl")
+    file, part = tmp_path / "v.safetensors", tmp_path / "part.safetensors"
+    single_file.write(noise_model, file)
+    assert not {"v_pred", "ztsnr"} & load_file(file).keys()
+    single_file.write(model, file)
+    tensors = load_file(file)
+    assert "v_pred" in tensors
+    assert "ztsnr" not in tensors
+    pipe = diffusers.StableDiffusionXLPipeline.from_single_file(
+        str(file), config=str(folder), local_files_only=True
+    )
+    same(model, load(pipe))
+    for base in (folder, model):
+        same(model, load(file, base=base))
+    unet = {k: v for k, v in tensors.items() if k.startswith("model.diffusion_model.")}
+    save_file(unet, part, metadata={"modelspec.prediction_type": "v"})
+    same(model, load(part, base=folder))
+    for path in (file, part):
+        with pytest.raises(UserError, match="marked as a model with prediction_type v_prediction"):
+            load(path, base=noise_folder)
+    rescaled = copy.deepcopy(model)
+    rescaled.pipeline.scheduler = diffusers.EulerDiscreteScheduler.from_config(
+        model.pipeline.scheduler.config, rescale_betas_zero_snr=True
+    )
+    single_file.write(rescaled, file)
+    same(model, load(file, base=rescaled))
+    with pytest.raises(UserError, match=r"rescale_betas_zero_snr True, and .* False"):
+        load(file, base=folder)
+    save_file({**unet, "edm_mean": torch.zeros(4)}, part)
+    with pytest.raises(UserError, match=r"another diffusion than DDPM's \(EDM\)"):
+        load(part, base=noise_folder)
+
+
 def test_a_part_alone_and_in_other_spellings(get_model, tmp_path: Path) -> None:
     """A UNet of SDXL alone, a transformer of SD 3 and Flux with or without prefix, `vae.` for the
     VAE, SD 3 without T5.

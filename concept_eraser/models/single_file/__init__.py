@@ -16,6 +16,12 @@ The VAE is first_stage_model.* (not written for Flux).
 
 A whole file is read by diffusers' `from_single_file`, which needs no other weights. A file of some
 parts is applied to a loaded pipeline (`place_on`), which has the other parts.
+
+Names and shapes do not show what a denoiser predicts. Programs mark it: a tensor `v_pred` stands
+for v-prediction, `ztsnr` for betas with a last signal of zero, and `edm_mean` or
+`edm_vpred.sigma_max` for EDM (comfyanonymous/ComfyUI, comfy/supported_models.py, SDXL.model_type).
+In the header `modelspec.prediction_type` is `v` or `epsilon`. The marks of v-prediction are
+written, and compared with the base.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from concept_eraser.models.completeness import require_vocabulary
 from concept_eraser.models.folder_check import check_pipeline, components
 from concept_eraser.models.single_file import ldm, text, transformers
 from concept_eraser.models.single_file.places import Place
+from concept_eraser.storage.readers import read_tensor_header
 from concept_eraser.utils.errors import UserError
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
@@ -191,7 +198,50 @@ def write(model: Model, file: Path) -> None:
     for name, value in tensors.items():  # T5's table of embeddings has two names
         tensors[name] = value.clone() if value.data_ptr() in pointers else value
         pointers.add(value.data_ptr())
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors | _marks(model), file, metadata=_header(model))
+
+
+def _config(model: Any) -> Mapping[str, Any]:
+    """Return the configuration of a model's scheduler."""
+    config: Mapping[str, Any] = model.pipeline.scheduler.config
+    return config
+
+
+def _marks(model: Model) -> dict[str, Tensor]:
+    """Return tensors without content that say what an SDXL predicts; none for epsilon."""
+    config, names = _config(model), []
+    if model.family == "sdxl" and config.get("prediction_type") == "v_prediction":
+        names = ["v_pred", *(["ztsnr"] if config.get("rescale_betas_zero_snr") else [])]
+    return {name: torch.zeros(0) for name in names}
+
+
+def _header(model: Model) -> dict[str, str]:
+    is_v = _config(model).get("prediction_type") == "v_prediction"
+    return {"format": "pt", **({"modelspec.prediction_type": "v"} if is_v else {})}
+
+
+def require_same_prediction(file: Path, model: Model) -> None:
+    """Raise UserError if a file says that it predicts something else than its base.
+
+    Args:
+        file: The safetensors file.
+        model: The model with the scheduler of its base.
+    """
+    metadata, names = read_tensor_header(file)
+    if {"edm_mean", "edm_vpred.sigma_max"} & set(names):
+        raise UserError(f"{file} is of another diffusion than DDPM's (EDM), which is not supported")
+    is_v = "v_pred" in names or metadata.get("modelspec.prediction_type") == "v"
+    for is_stated, key, value in (
+        (is_v, "prediction_type", "v_prediction"),
+        ("ztsnr" in names, "rescale_betas_zero_snr", True),
+    ):
+        own = _config(model).get(key)
+        if is_stated and own != value:
+            raise UserError(
+                f"{file} is marked as a model with {key} {value}, and the scheduler of its base "
+                f"has {key} {own}; set it in scheduler/scheduler_config.json of a copy of the "
+                "base, or give another base"
+            )
 
 
 def place_on(model: Model, tensors: Mapping[str, Tensor], source: str) -> list[str]:
