@@ -13,8 +13,11 @@ from concept_eraser.utils import resources
 from concept_eraser.utils.path_redaction import is_place
 
 
-def use(recipe: Recipe, folder: Path, repository: str) -> str:
-    """Return Markdown with code that loads the run's weights from a repository of the hub."""
+def use(recipe: Recipe, folder: Path, repository: str, *, kind: str | None = None) -> str:
+    """Return Markdown with code that loads the run's weights from a repository of the hub.
+
+    kind: what the repository has: "pipeline", "lora" or "both" (default: all that the run has).
+    """
     model_folder = whole_model(folder)
     if recipe.target not in recipes.PROMPTED and (
         model_folder is None or model_folder.name == resources.whole_model("module")
@@ -25,7 +28,7 @@ def use(recipe: Recipe, folder: Path, repository: str) -> str:
         f'DiffusionPipeline.from_pretrained("{repository}")\nimage = pipe("a '
         'prompt").images[0]'
     )
-    if not (folder / "lora").is_dir():
+    if kind == "pipeline" or not (folder / "lora").is_dir():
         return pipe
     local = not hub.is_id(recipe.model) or Path(recipe.model).exists() or is_place(recipe.model)
     name, revision = ("path/of/the/base/model", None) if local else hub.split(recipe.model)
@@ -36,7 +39,7 @@ def use(recipe: Recipe, folder: Path, repository: str) -> str:
         f'pipe.load_lora_weights("{repository}", '
         'adapter_name="erase")\npipe.set_adapters("erase", 1.0)'
     )
-    if model_folder is None and run_base.is_rebuilt(folder):
+    if kind == "lora" or (model_folder is None and run_base.is_rebuilt(folder)):
         return f"Its LoRA on the base model, with a strength from 0 to 1:\n\n{lora}"
     return (
         f"The whole pipeline:\n\n{pipe}\n\nor its LoRA on the base model, with a strength "

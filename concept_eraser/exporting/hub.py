@@ -115,7 +115,7 @@ def push_to_hub(
     if commit:
         raise UserError(f"{repository} names a revision; give the branch with --revision {commit}")
     model_card.finished_run(folder)
-    card = model_card.card(folder, repository=name, license=license)
+    card = model_card.card(folder, repository=name, license=license, kind=kind)
     left_out: list[str] = []
     uploads = (
         Upload("README.md", card.encode()),

@@ -58,7 +58,13 @@ _SETTINGS = (
 )
 
 
-def card(run: str | Path, *, repository: str = "owner/name", license: str = "other") -> str:
+def card(
+    run: str | Path,
+    *,
+    repository: str = "owner/name",
+    license: str = "other",
+    kind: str | None = None,
+) -> str:
     """Write the model card of a finished run.
 
     It states what was erased and how, what was measured, and what was not measured.
@@ -68,6 +74,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
         repository: the hub id in the card's code.
         license: the licence of the weights, as the hub spells it. The base model's licence is not
             known here, so the default is "other", and the card asks for it.
+        kind: what the repository has, "pipeline", "lora" or "both" (default: all that the run has).
 
     Returns:
         The card as Markdown with its YAML header.
@@ -87,7 +94,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
     )
     result_schema.require(environment, result_schema.ENVIRONMENT, folder / "environment.json")
     content = {
-        "header": yaml.safe_dump(header(recipe, license), sort_keys=False).strip(),
+        "header": yaml.safe_dump(header(recipe, license, kind), sort_keys=False).strip(),
         "name": repository.rsplit("/", 1)[-1]
         if repository != "owner/name"
         else folder.resolve().name,
@@ -150,7 +157,7 @@ def card(run: str | Path, *, repository: str = "owner/name", license: str = "oth
         else "",
         "limits": list(_limits(findings)),
         "commands": _commands(folder, recipe),
-        "use": use(recipe, folder, repository),
+        "use": use(recipe, folder, repository, kind=kind),
         "fingerprint": recipe.fingerprint,
         "commit": f", commit `{environment['commit']}`" if environment.get("commit") else "",
         "recipe": recipe_text(folder),
@@ -209,8 +216,8 @@ def _warnings(findings: Measurements) -> list[str]:
     return sentences
 
 
-def header(recipe: Recipe, license: str) -> dict[str, Any]:
-    """Return the YAML header, by the hub's keys."""
+def header(recipe: Recipe, license: str, kind: str | None = None) -> dict[str, Any]:
+    """Return the YAML header, by the hub's keys. `kind` is as in `card`."""
     fields: dict[str, Any] = {"license": license}
     if license == "other":
         fields["license_name"] = "see-base-model"
@@ -227,7 +234,7 @@ def header(recipe: Recipe, license: str) -> dict[str, Any]:
         *(spec.name for spec in (recipe.method, recipe.finish) if spec),
     ]
     # with a closed form after the training, whole weights are written
-    if recipe.trainable.lora is not None and recipe.finish is None:
+    if recipe.trainable.lora is not None and recipe.finish is None and kind != "pipeline":
         fields["tags"].append("lora")
     return fields
 

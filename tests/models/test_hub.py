@@ -14,6 +14,7 @@ import diffusers
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
 import concept_eraser
@@ -211,6 +212,17 @@ def test_a_dry_run_shows_files_and_card_and_sends_nothing(
         assert message in result.output
     size = (run / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors").stat().st_size
     assert f"{size:,} bytes" in result.output
+
+
+@pytest.mark.parametrize("kind", [None, "pipeline", "lora", "both"])
+def test_the_cards_code_loads_what_is_uploaded(run: Path, kind: str | None) -> None:
+    """A repository without a LoRA has no code that loads one, and is not tagged as one."""
+    push = concept_eraser.push_to_hub(run, "me/no-star", kind=kind, dry_run=True)
+    names = {one.name for one in push.uploads}
+    has_lora = "pytorch_lora_weights.safetensors" in names
+    assert ('load_lora_weights("me/no-star"' in push.card) is has_lora
+    assert ('from_pretrained("me/no-star")' in push.card) is ("model_index.json" in names)
+    assert ("lora" in ModelCard(push.card).data.tags) is has_lora
 
 
 def test_nothing_that_names_this_machine_is_uploaded(run: Path, tmp_path: Path) -> None:
