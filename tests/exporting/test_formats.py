@@ -74,7 +74,7 @@ def in_diffusers(path: Path, to: str, pipe: Any = None) -> torch.Tensor:
     from diffusers import StableDiffusionPipeline
 
     if to == "diffusers":
-        pipe = StableDiffusionPipeline.from_pretrained(path)
+        pipe = StableDiffusionPipeline.from_pretrained(path, torch_dtype=torch.float32)
     elif to == "single-file":
         pipe = StableDiffusionPipeline.from_single_file(str(path), config=str(FOLDER))
     elif to == "tensors":

@@ -382,6 +382,57 @@ def test_full_size_sdxl_by_name_and_shape() -> None:
     assert {k: v.shape for k, v in back.items()} == {k: v.shape for k, v in own.items()}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_file_has_the_precision_of_its_checkpoint(
+    dtype: torch.dtype, get_model: GetModel, tmp_path: Path
+) -> None:
+    """A part that its checkpoint has in another precision keeps that one."""
+    folder, _ = get_model("sdxl")
+    pipe = diffusers.StableDiffusionXLPipeline.from_pretrained(folder, torch_dtype=dtype)
+    pipe.vae.float()
+    pipe.save_pretrained(tmp_path / "checkpoint")
+    model = load(tmp_path / "checkpoint")
+    single_file.write(model, tmp_path / "whole.safetensors")
+    tensors = load_file(tmp_path / "whole.safetensors")
+    is_vae = {name: name.startswith(single_file.VAE) for name in tensors}
+    assert {value.dtype for name, value in tensors.items() if not is_vae[name]} == {dtype}
+    assert {value.dtype for name, value in tensors.items() if is_vae[name]} == {torch.float32}
+    same(model, load(tmp_path / "whole.safetensors", base=folder))
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"prediction_type": "epsilon"}, set()),
+        ({"prediction_type": "v_prediction"}, {"v_pred"}),
+        (
+            {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True},
+            {"v_pred", "ztsnr"},
+        ),
+    ],
+)
+def test_a_file_of_sdxl_says_what_its_model_predicts(
+    settings: dict[str, Any], names: set[str], get_model: GetModel, tmp_path: Path
+) -> None:
+    """ComfyUI takes a file without these names for a model that predicts noise."""
+    folder, model = get_model("sdxl")
+    pipe = families.plain("sdxl", folder)
+    pipe.scheduler = diffusers.DDIMScheduler.from_config(pipe.scheduler.config, **settings)
+    pipe.save_pretrained(tmp_path / "other")
+    file = tmp_path / "whole.safetensors"
+    single_file.write(load(tmp_path / "other"), file)
+    assert load_file(file).keys() - single_file.original_layout(model).keys() == names
+    same(model, load(file, base=tmp_path / "other"))
+    part = {name: v for name, v in load_file(file).items() if not name.startswith("cond")}
+    save_file(part, tmp_path / "part.safetensors")
+    for one in (file, tmp_path / "part.safetensors"):
+        if not names:
+            assert load(one, base=folder).family == "sdxl"
+            continue
+        with pytest.raises(UserError, match="marked as a model with prediction_type v_prediction"):
+            load(one, base=folder)
+
+
 def test_what_cannot_be_written_or_read(get_model, tmp_path: Path, shared_tiny) -> None:
     _, dit = get_model("dit")
     with pytest.raises(

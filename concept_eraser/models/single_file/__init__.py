@@ -14,6 +14,8 @@ reader.
 
 The VAE is first_stage_model.* (not written for Flux).
 
+A file has the precision of the model's checkpoint.
+
 A whole file is read by diffusers' `from_single_file`, which needs no other weights. A file of some
 parts is applied to a loaded pipeline (`place_on`), which has the other parts.
 
@@ -188,12 +190,18 @@ def _check_projection(model: Model) -> None:
 
 
 def write(model: Model, file: Path) -> None:
-    """Write a pipeline as one file in the original layout.
+    """Write a pipeline as one file in the original layout, in the precision of its checkpoint.
 
     Raises UserError as `original_layout`.
     """
-    layout = original_layout(model)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in layout.items()}
+    layout, stored = original_layout(model), getattr(model, "stored", {})
+    tensors = {}
+    for place in places(model):
+        if place.name in layout:
+            value = layout[place.name].detach().cpu()
+            if place.part in stored and value.is_floating_point():
+                value = value.to(stored[place.part].dtype_of(place.sources[0]))
+            tensors[place.name] = value.contiguous()
     pointers: set[int] = set()
     for name, value in tensors.items():  # T5's table of embeddings has two names
         tensors[name] = value.clone() if value.data_ptr() in pointers else value
