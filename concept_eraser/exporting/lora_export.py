@@ -121,7 +121,9 @@ def write(
         error=result.error,
         layers=result.layers,
         rounding=rounding,
-        ignored=find_ignored(model.family, scaled_factors, request.naming),
+        ignored=find_ignored(
+            model.family, scaled_factors, request.naming, is_fp8=request.dtype == "fp8"
+        ),
     )
 
 

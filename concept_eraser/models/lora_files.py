@@ -79,7 +79,7 @@ def build(
     """Return the tensors and the header of a file.
 
     Raises UserError if the naming does not exist for the model's family or has no name for a layer,
-    or if it has no place for the scales of fp8.
+    or if it has no place for the scale of fp8.
     """
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, Any] = {}
@@ -87,8 +87,8 @@ def build(
     in_kohyas_format = naming in lora_names.KOHYA_FORMAT
     if dtype == "fp8" and not in_kohyas_format:
         raise UserError(
-            f"fp8 needs a scale for each layer, which {naming}'s naming does not have; export "
-            "--to kohya, or use fp16"
+            f"fp8 needs a scale (alpha), which {naming}'s naming does not have; export --to kohya, "
+            "or use fp16"
         )
     for part_factors in factors:
         if in_kohyas_format:
@@ -157,14 +157,22 @@ def _kohya(
 ) -> dict[str, Tensor]:
     """Return the tensors by kohya's names, or by musubi-tuner's.
 
-    fp8 has few exponents, so each matrix is divided by a power of 2 and alpha multiplied by it.
+    fp8 has few exponents, so each matrix is divided by a power of 2 and alpha multiplied by it. The
+    product of both powers is the same for all layers of the part, so that they have one alpha for
+    each rank: diffusers 0.42.1 confuses the alphas of layers where these differ. No entry is larger
+    than 2, since some readers multiply in fp16.
     """
     tensors: dict[str, Tensor] = {}
-    for stem, (down, up, alpha) in _named(model, one, naming):
+    named = list(_named(model, one, naming))
+    octaves = {stem: (_octaves(down), _octaves(up)) for stem, (down, up, _) in named}
+    changing = [sum(octaves[stem]) for stem, (down, up, _) in named if down.any() and up.any()]
+    total = max(changing, default=0)
+    for stem, (down, up, alpha) in named:
         if dtype == "fp8":
-            octaves = _octaves(down), _octaves(up)
-            down, up = down * 2.0 ** -octaves[0], up * 2.0 ** -octaves[1]
-            alpha *= 2.0 ** sum(octaves)
+            more = max(total - sum(octaves[stem]), 0)  # less only where the change is 0
+            powers = octaves[stem][0] + more // 2, octaves[stem][1] + more - more // 2
+            down, up = down * 2.0 ** -powers[0], up * 2.0 ** -powers[1]
+            alpha *= 2.0**total
         tensors |= {
             f"{stem}.lora_down.weight": down.to(DTYPES[dtype]),
             f"{stem}.lora_up.weight": up.to(DTYPES[dtype]),
@@ -272,12 +280,12 @@ def read(
         if up not in tensors:
             raise UserError(f"{source} is incomplete: it has {name} but no {up}")
         rank = len(tensors[name])
-        alpha = (
-            float(tensors[f"{stem}.alpha"])
+        scale = (
+            float(tensors[f"{stem}.alpha"]) / rank
             if f"{stem}.alpha" in tensors
-            else float(config.get(f"{prefix}.lora_alpha", rank))
+            else _scale(config, prefix, layers[0], rank)
         )
-        pair = tensors[name].float(), tensors[up].float() * (alpha / rank)
+        pair = tensors[name].float(), tensors[up].float() * scale
         pairs_by_part.setdefault(part, {}).update(
             {layers[0]: pair} if len(layers) == 1 else _split(model, part, layers, *pair)
         )
@@ -288,6 +296,34 @@ def read(
             "of down and up can be converted"
         )
     return [of_pairs(part, layers) for part, layers in pairs_by_part.items()]
+
+
+def _scale(config: Mapping[str, Any], prefix: str, layer: str, rank: int) -> float:
+    """Return the factor of up @ down by peft's settings in a header.
+
+    A name in `alpha_pattern` is that of a layer, or its end. peft also takes regular expressions,
+    which are not evaluated here, since a file may be a stranger's. With `use_rslora` the divisor is
+    sqrt(rank) (arXiv 2312.03732).
+    """
+    patterns: Mapping[str, Any] = config.get(f"{prefix}.alpha_pattern") or {}
+    of_layer = (value for key, value in patterns.items() if f".{layer}".endswith(f".{key}"))
+    alpha = float(next(of_layer, config.get(f"{prefix}.lora_alpha", rank)))
+    return alpha / (rank**0.5 if config.get(f"{prefix}.use_rslora") else rank)
+
+
+def without_alphas(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Multiply alpha / rank into each `up` of a file with alphas, and leave the alphas out.
+
+    Readers scale such a file by 1. An alpha without its two matrices stays.
+    """
+    scaled = dict(tensors)
+    for name, alpha in tensors.items():
+        stem = name.removesuffix(".alpha")
+        for down, up in ((f"{stem}.{one}", f"{stem}.{other}") for one, other in _DOWN_UP):
+            if stem != name and down in tensors and up in tensors:
+                scaled[up] = tensors[up].float() * (float(alpha) / len(tensors[down]))
+                scaled.pop(name)
+    return scaled
 
 
 def _names_in_file(model: Loaded, part: str) -> Iterator[tuple[str, tuple[str, ...], str]]:

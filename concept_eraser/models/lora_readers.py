@@ -25,6 +25,7 @@ _FLUX_EMBEDDERS = r"^(x_embedder|context_embedder|time_text_embed)\."
 _ZIMAGE_SAME = r"^(?!all_)(?!.*\.attention\.)"
 _NO_MODULATION = r"^(?!(double|single)_stream_modulation)"
 _CLIP = r"(^|\.)encoder\.layers\.\d+\.(self_attn|mlp)\."
+_FP16 = "export --dtype fp16 for diffusers"
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
 
 
@@ -228,6 +229,7 @@ class Ignored:
         of: The number of layers in the file.
         share: The share of the squared length of the whole change that lies in these layers.
         advice: What to do for them.
+        verb: What the program does with them.
     """
 
     program: str
@@ -236,26 +238,37 @@ class Ignored:
     of: int
     share: float
     advice: str
+    verb: str = "ignores"
 
     def sentence(self) -> str:
         """Return the warning for the user, with what to do."""
         names = ", ".join(self.layers[:4]) + (", ..." if len(self.layers) > 4 else "")
         return (
-            f"{self.program} ignores {len(self.layers)} of the {self.of} layers ({names}), with "
-            f"{100 * self.share:.3g} % of the squared length of the change; {self.advice}"
+            f"{self.program} {self.verb} {len(self.layers)} of the {self.of} layers ({names}), "
+            f"with {100 * self.share:.3g} % of the squared length of the change; {self.advice}"
         )
 
 
 def find_ignored(
-    family: str, factors: Sequence[Factors], naming: str, readers: Sequence[Reader] = READERS
+    family: str,
+    factors: Sequence[Factors],
+    naming: str,
+    readers: Sequence[Reader] = READERS,
+    *,
+    is_fp8: bool = False,
 ) -> tuple[Ignored, ...]:
     """Return for each program the layers that it ignores, without programs that read all.
+
+    diffusers reads a file of fp8 for the families with a UNet only: the converters of the others
+    multiply the matrices, which torch cannot do (diffusers 0.42.1, loaders/
+    lora_conversion_utils.py, lines 380-420 and 2326-2350).
 
     Args:
         family: The model's family.
         factors: The LoRA, one entry for each part.
         naming: The naming of the file, one of lora_names.NAMINGS.
         readers: The table.
+        is_fp8: Whether the file's numbers are fp8.
     """
     squares: Mapping[tuple[str, str], float] = {
         (one.part, layer): one.squared_length(layer) for one in factors for layer in one.layers
@@ -265,7 +278,8 @@ def find_ignored(
     for reader in readers:
         if reader.naming != naming or family not in reader.families:
             continue
-        places = [place for place in squares if not reader.reads(*place)]
+        fails = is_fp8 and reader.program == "diffusers" and family not in ("sd", "sdxl")
+        places = [place for place in squares if fails or not reader.reads(*place)]
         if places:
             share = sum(squares[place] for place in places) / total if total else 0.0
             names = tuple(
@@ -278,7 +292,8 @@ def find_ignored(
                     layers=names,
                     of=len(squares),
                     share=share,
-                    advice=reader.advice or _advice(reader),
+                    advice=_FP16 if fails else reader.advice or _advice(reader),
+                    verb="cannot read" if fails else "ignores",
                 )
             )
     return tuple(findings)

@@ -30,10 +30,12 @@ from torch import Tensor, nn
 from concept_eraser.models import single_file
 from concept_eraser.models.base import Model
 from concept_eraser.models.folder_check import check_part
-from concept_eraser.storage.readers import read_json
+from concept_eraser.models.lora_files import without_alphas
+from concept_eraser.storage.readers import read_json, read_tensor_header
 from concept_eraser.utils.errors import UserError, first_line, quote
 
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LORA_FILE = "pytorch_lora_weights.safetensors"
 _DENOISERS = (
     "UNet2DConditionModel",
@@ -68,9 +70,7 @@ def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
     assert file is not None  # is_overlay has checked it
     tensors = _read(file, allow_pickle)
     if any("lora" in name.lower() for name in tensors):
-        # from the file, not from its tensors: the scale (lora_alpha) may be in the file's header
-        # only
-        _merge_lora(base, tensors if file.suffix in PICKLES else file, path, idle=_idle(tensors))
+        _merge_lora(base, _lora_of(tensors, file, base.family), path, idle=_idle(tensors))
         return
     if hasattr(base, "pipeline") and single_file.parts_in(tensors):
         single_file.place_on(base, tensors, str(path))
@@ -85,6 +85,25 @@ def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
             base.source = f"{path} on {base.source}"
             return
     raise UserError(_misfit(path, tensors, base, names))
+
+
+def _lora_of(tensors: dict[str, Tensor], file: Path, family: str) -> dict[str, Tensor] | Path:
+    """Return a LoRA as diffusers' reader gives each layer its own scale.
+
+    From the file, not from its tensors: the scale (lora_alpha) may be in the file's header only.
+    There are two exceptions (diffusers 0.42.1). For a UNet and its text encoders it keeps alphas
+    that differ among the layers under names that no layer has (utils/peft_utils.py,
+    get_peft_kwargs, with the names of loaders/lora_conversion_utils.py, line 364). The converters
+    of the other families multiply the matrices, which torch cannot do in fp8.
+    """
+    if family in ("sd", "sdxl") and any(name.endswith(".alpha") for name in tensors):
+        return without_alphas(tensors)
+    if file.suffix in PICKLES:
+        return tensors
+    has_metadata = "lora_adapter_metadata" in read_tensor_header(file)[0]
+    if not has_metadata and any(value.dtype in _FP8 for value in tensors.values()):
+        return {name: value.float() for name, value in tensors.items()}
+    return file
 
 
 def _weights_of(folder: Path) -> Path | None:

@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.utils import convert_state_dict_to_diffusers
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from concept_eraser.cli import dry_run
 from concept_eraser.cli.main import app
 from concept_eraser.exporting import formats
 from concept_eraser.models import lora_files, lora_metadata
+from concept_eraser.models.loading import load
 from concept_eraser.models.lora import Factors
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.targets.adapter import add_adapter
@@ -194,7 +198,7 @@ def test_fewer_bits_with_the_measured_error(
 
 
 def test_fp8_holds_small_changes_too(lora: Path, tmp_path: Path, shared_tiny: Any) -> None:
-    """Numbers below 2^-9 are zeros in e4m3. The scale of each layer goes into its alpha."""
+    """Numbers below 2^-9 are zeros in e4m3. The scale goes into alpha."""
     result = formats.export(
         lora,
         "kohya",
@@ -204,9 +208,8 @@ def test_fp8_holds_small_changes_too(lora: Path, tmp_path: Path, shared_tiny: An
         output=tmp_path / "small.safetensors",
     )
     assert result.rounding < 0.06
-    header = header_of(result.path)
-    assert header["ss_network_alpha"] == "Dynamic"
-    with pytest.raises(UserError, match="fp8 needs a scale for each layer"):
+    assert float(header_of(result.path)["ss_network_alpha"]) < ALPHA
+    with pytest.raises(UserError, match="fp8 needs a scale"):
         formats.export(
             lora, "lora", before=shared_tiny, dtype="fp8", output=tmp_path / "no.safetensors"
         )
@@ -214,6 +217,92 @@ def test_fp8_holds_small_changes_too(lora: Path, tmp_path: Path, shared_tiny: An
         formats.export(lora, "single-file", dtype="fp16", output=tmp_path / "no.safetensors")
     with pytest.raises(UserError, match="did you mean 'fp16'"):
         formats.export(lora, "kohya", dtype="fp61", output=tmp_path / "no.safetensors")
+
+
+def test_diffusers_reads_fp8_of_layers_of_other_sizes(
+    factors: Factors, tmp_path: Path, shared_tiny: Any
+) -> None:
+    """diffusers confuses alphas that differ among the layers, so all have the same."""
+    sizes = dict(zip(LAYERS, (1.0, 0.02, 0.0), strict=True))
+    layers = {name: (down, up * sizes[name]) for name, (down, up) in factors.layers.items()}
+    file = tmp_path / "fp8.safetensors"
+    one = Factors("denoiser", layers, RANK, ALPHA)
+    lora_files.save(shared_tiny, [one], file, naming="kohya", dtype="fp8")
+    tensors = load_file(file)
+    assert len({float(v) for k, v in tensors.items() if k.endswith("alpha")}) == 1
+    assert max(float(v.float().abs().max()) for k, v in tensors.items() if "alpha" not in k) <= 2
+    pipe = plain(FOLDER)
+    pipe.load_lora_weights(str(tmp_path), weight_name=file.name, adapter_name="x")
+    read = changes_in(shared_tiny, file)
+    for layer in LAYERS:
+        by_peft = pipe.unet.get_submodule(layer).get_delta_weight("x").detach()
+        torch.testing.assert_close(by_peft, kohya_changes(file)[layer], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(read[layer], by_peft, atol=1e-6, rtol=1e-5)
+        error = float((by_peft - one.change(layer)).norm())
+        assert error <= 0.06 * float(one.change(layer).norm())
+
+
+def test_each_layer_of_a_kohya_file_keeps_its_own_alpha(
+    factors: Factors, tmp_path: Path, shared_tiny: Any
+) -> None:
+    """As in files of LyCORIS, whose convolutions have another rank and alpha.
+
+    One layer has no alpha, so its scale is 1.
+    """
+    lora_files.save(shared_tiny, [factors], tmp_path / "same.safetensors", naming="kohya")
+    tensors = load_file(tmp_path / "same.safetensors")
+    attention, feed_forward, conv = ("lora_unet_" + name.replace(".", "_") for name in LAYERS)
+    del tensors[f"{feed_forward}.alpha"]
+    tensors[f"{attention}.alpha"] = torch.tensor(1.0)
+    for kind, dim in (("down", 0), ("up", 1)):
+        name = f"{conv}.lora_{kind}.weight"
+        tensors[name] = tensors[name].narrow(dim, 0, 2).contiguous()
+    file = tmp_path / "own.safetensors"
+    save_file(tensors, file)
+    ranks = {name: len(tensors[f"{name}.lora_down.weight"]) for name in (attention, conv)}
+    assert ranks == {attention: RANK, conv: 2}
+    scales = dict(zip(LAYERS, (1.0 / RANK, 1.0, ALPHA / 2), strict=True))
+    loaded = load(file, base=shared_tiny)
+    for layer, scale in scales.items():
+        stem = "lora_unet_" + layer.replace(".", "_")
+        down, up = (tensors[f"{stem}.lora_{kind}.weight"].flatten(1) for kind in ("down", "up"))
+        before = shared_tiny.denoiser.get_parameter(f"{layer}.weight")
+        change = loaded.denoiser.get_parameter(f"{layer}.weight") - before
+        torch.testing.assert_close(change.flatten(1), scale * up @ down, atol=1e-5, rtol=1e-4)
+    result = formats.export(
+        file, "kohya", before=shared_tiny, output=tmp_path / "exported.safetensors"
+    )
+    assert (result.rank, result.error) == (RANK, 0.0), "the matrices are copied"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"attn2.to_k": 16.0}},
+        {"rank_pattern": {"attn2.to_k": 2}, "alpha_pattern": {"attn2.to_k": 5.0}},
+    ],
+)
+def test_pefts_scales_in_the_header_are_read(
+    settings: dict[str, Any], tmp_path: Path, shared_tiny: Any
+) -> None:
+    """diffusers writes a LoRA of peft, with settings that scale layers in other ways."""
+    pipe = plain(FOLDER)
+    names = ["attn2.to_k", "attn2.to_v"]
+    pipe.unet.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=names, **settings))
+    torch.manual_seed(0)
+    for name, value in pipe.unet.named_parameters():
+        if "lora_" in name:
+            value.data.normal_(0, 0.1)
+    matrices = convert_state_dict_to_diffusers(get_peft_model_state_dict(pipe.unet))
+    header = pipe.unet.peft_config["default"].to_dict()
+    pipe.save_lora_weights(tmp_path, unet_lora_layers=matrices, unet_lora_adapter_metadata=header)
+    file = tmp_path / lora_files.FILE
+    for layer, change in changes_in(shared_tiny, file).items():
+        by_peft = pipe.unet.get_submodule(layer).get_delta_weight("default")
+        torch.testing.assert_close(change, by_peft, atol=1e-6, rtol=1e-5)
+    result = formats.export(file, "kohya", before=shared_tiny, output=tmp_path / "k.safetensors")
+    assert (result.rank, result.error) == (4, 0.0), "the matrices are copied"
 
 
 def test_the_header_of_a_file_in_kohyas_naming(

@@ -232,7 +232,7 @@ def test_a_family_without_a_naming(family: str, naming: str, message: str) -> No
 
 
 def test_the_command_exports_to_comfyui(open_family: OpenFamily, tmp_path: Path) -> None:
-    """Between the namings no number changes; fp8 has no place for its scales."""
+    """Between the namings no number changes; fp8 has no place for its scale."""
     folder, model = open_family("flux2")
     one = factors(model.denoiser, "denoiser", lambda n: "transformer_blocks" in n)
     source, comfyui = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
@@ -244,10 +244,32 @@ def test_the_command_exports_to_comfyui(open_family: OpenFamily, tmp_path: Path)
     (back,) = lora_files.read(model, load_file(comfyui), {}, "b")
     for layer in one.layers:
         torch.testing.assert_close(back.change(layer), one.change(layer), atol=1e-5, rtol=1e-5)
-    with pytest.raises(UserError, match="fp8 needs a scale for each layer, which comfyui's naming"):
+    with pytest.raises(UserError, match=r"fp8 needs a scale \(alpha\), which comfyui's naming"):
         formats.export(
             source, "comfyui", before=folder, dtype="fp8", output=tmp_path / "c.safetensors"
         )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_diffusers_cannot_read_fp8_of_the_newer_families(
+    name: str, open_family: OpenFamily, tmp_path: Path
+) -> None:
+    """Its converters multiply fp8. The export says so, and `load` reads the file."""
+    folder, model = open_family(name)
+    one = factors(model.denoiser, "denoiser", lambda n: "attn" in n or "attention" in n)
+    source, file = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    lora_files.save(model, [one], source)
+    result = formats.export(source, "musubi", before=folder, dtype="fp8", output=file)
+    finding = next(i for i in result.ignored if i.program == "diffusers")
+    assert set(finding.layers) == set(one.layers)
+    assert finding.sentence().startswith("diffusers cannot read ")
+    assert finding.sentence().endswith("export --dtype fp16 for diffusers")
+    with pytest.raises(NotImplementedError, match="Float8"):
+        families.plain(name, folder).load_lora_weights(str(tmp_path), weight_name=file.name)
+    read = lora_files.read(model, load_file(file), {}, "b")
+    loaded = load(file, base=folder)
+    loaded.configure(families.options(name))
+    assert (image(loaded) - image(merge(model, read))).abs().max() <= 1
 
 
 def test_comfyui_misses_the_time_of_flux2_in_diffusers_naming(
