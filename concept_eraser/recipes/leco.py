@@ -19,7 +19,10 @@ LECO trains one entry in each step, at random; here the objectives take turns (`
 Differences: LECO's code applies `training_method` to the names of whole attention blocks, so that
 `selfattn` and `xattn` select no layer there, and `noxattn` selects all. Here they select the layers
 that their description says, as in rohitgandikota/sliders, trainscripts/textsliders/lora.py, lines
-168-218. losses/denoiser.py has the differences of x_t.
+168-218. There the class `Attention` is in the place of LECO's `Transformer2DModel` (lines 15-18).
+So the feed-forward layers and the projections around the attention are not trained. Both programs
+have the same files. Here they mean LECO's layers, except for the methods that only sliders have.
+losses/denoiser.py has the differences of x_t.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ _SIZED = ("sdxl", "sd3", "flux", "pixart", "sana", "zimage", "qwenimage", "flux2
 _TRANSFORMERS = ("sd3", "flux", "dit", "pixart", "sana", "zimage", "qwenimage", "flux2")
 
 # of regular expressions for names of a UNet's tensors
-_ANYWHERE, _MIDDLE = r"^(down_blocks|mid_block|up_blocks)\.", r"^mid_block\."
+_ANYWHERE = r"^(down_blocks|mid_block|up_blocks)\."
 _INSIDE_ATTENTION = r"(?=.*\battentions\.)"
 _WITHOUT_CROSS_ATTENTION = r"(?!.*\.attn2\.)"
 
@@ -370,20 +373,22 @@ def selection(network: str, method: str) -> str:
     """Return the selection for LECO's `network.type` and `training_method`.
 
     `lierla` is a LoRA on the layers inside of attention blocks, `c3lier` on all layers of blocks.
+    Sliders have the attention itself instead of its block, see the module's docstring.
     """
+    resnets = r"resnets\.|" if network == "c3lier" else ""
     named = {
         "selfattn": "self_attention",
         "xattn": "cross_attention",
         "xattn-strict": r"re:\.attn2\.to_[qkv]\.",
+        "noxattn-hspace": rf"re:^mid_block\.({resnets}.*\.attn1\.)",
         "noxattn-hspace-last": r"re:^mid_block\.resnets\.1\.conv2\.",
     }
     if method in named:
         return named[method]
     if method == "full" and network == "c3lier":
         return "blocks"
-    place = _MIDDLE if method == "noxattn-hspace" else _ANYWHERE
     layers = _INSIDE_ATTENTION if network == "lierla" else ""
-    return f"re:{place}{layers}{'' if method == 'full' else _WITHOUT_CROSS_ATTENTION}"
+    return f"re:{_ANYWHERE}{layers}{'' if method == 'full' else _WITHOUT_CROSS_ATTENTION}"
 
 
 def _training(draft: _Draft, config: LecoConfig | None, entries: Sequence[LecoEntry]) -> None:
@@ -482,8 +487,8 @@ def _schedule(draft: _Draft, train: leco_files.LecoTraining, training: dict[str,
     elif name == "linear":
         training["warmup"] = hundredth
         draft.warnings.append(
-            f"train.lr_scheduler: linear is a warm-up of {hundredth} steps here, from near 0; in "
-            "LECO it begins at half of lr"
+            f"train.lr_scheduler: linear is a warm-up of {hundredth} steps here, from near 0; "
+            "LECO means one from half of lr, but its code gives torch a name that it refuses"
         )
     elif name == "step" and hundredth:
         milestones = list(range(hundredth, train.iterations, hundredth))

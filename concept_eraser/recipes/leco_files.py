@@ -302,7 +302,8 @@ _NO_PROMPTS = (
     "`prompts_file`), or [[prompts]] or [[targets]] of sd-scripts; options of its command line are "
     "not read, give --lora, --steps and --lr"
 )
-_OF_NEUTRAL = ("neutral", "neutrals", "neutral_prompt_file", "prompt_file")
+_NEUTRAL_LISTS = ("neutrals", "neutral_prompt_file", "prompt_file")
+_OF_NEUTRAL = ("neutral", *_NEUTRAL_LISTS)
 
 
 def _each(items: Any, defaults: Mapping[str, Any], path: Path, what: str) -> list[LecoEntry]:
@@ -328,6 +329,13 @@ def _each(items: Any, defaults: Mapping[str, Any], path: Path, what: str) -> lis
         if "target_class" not in item:
             entry = _checked(LecoEntry, _merged(LecoEntry, item, defaults), mistakes, place)
             entries += [entry] if entry else []
+            continue
+        lists = [key for key in _NEUTRAL_LISTS if item.get(key)]
+        if len(lists) > 1:
+            mistakes.append(
+                f"{place}: sd-scripts reads only the first of {' and '.join(lists)} in a target; "
+                "leave out the others"
+            )
             continue
         slider = _checked(SliderTarget, _merged(SliderTarget, item, defaults), mistakes, place)
         if slider is None:

@@ -220,6 +220,14 @@ ERRORS: list[tuple[Any, str]] = [
     ([ONE, {"target": "b", "multiplier": 2}], "one LoRA is trained at one strength, found"),
     ([{**ONE, "guidance_scale": 0, "neutral": "a"}], "so nothing is erased"),
     ({"targets": [{"target_class": "a"}]}, "a slider needs `positive` or `negative`"),
+    (
+        {
+            "targets": [
+                {"target_class": "a", "positive": "b", "neutrals": ["c"], "prompt_file": "n.txt"}
+            ]
+        },
+        "targets 1: sd-scripts reads only the first of neutrals and prompt_file in a target; leave",
+    ),
     ({"guidance": 1, "prompts": [ONE]}, "unknown key 'guidance'"),
     (
         {"targets": [{"target_class": "a", "positive": "b", "prompt_file": "/etc/passwd"}]},
@@ -294,10 +302,13 @@ def test_other_families(tmp_path: Path) -> None:
     assert leco.load(path, ["trainable.select=blocks"]).content["model"] == str(model)
 
 
+CONVOLUTIONS = ["ResnetBlock2D", "Downsample2D", "Upsample2D"]
 CLASSES = {
     "lierla": ["Transformer2DModel"],
-    "c3lier": ["Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Upsample2D"],
+    "c3lier": ["Transformer2DModel", *CONVOLUTIONS],
 }
+SLIDER_CLASSES = {"lierla": ["Attention"], "c3lier": ["Attention", *CONVOLUTIONS]}
+OF_SLIDERS = ("xattn-strict", "noxattn-hspace", "noxattn-hspace-last")
 RULES = {
     "full": lambda name: True,
     "noxattn": lambda name: "attn2" not in name,
@@ -312,22 +323,30 @@ RULES = {
 
 @pytest.mark.parametrize("network", CLASSES)
 def test_the_layers_are_those_of_lecos_classes(network: str, shared_small: Any) -> None:
-    """LECO names classes of diffusers, whose linear layers and convolutions get a LoRA."""
+    """LECO names classes of diffusers, whose linear layers and convolutions get a LoRA.
+
+    Three methods are those of sliders, with their classes.
+    """
     unet = shared_small.denoiser
     tensors = [name for name, _ in unet.named_parameters()]
-    inside = {
-        f"{name}.{child}"
-        for name, module in unet.named_modules()
-        if type(module).__name__ in CLASSES[network]
-        for child, layer in module.named_modules()
-        if can_adapt(layer, conv=True)
-    }
+
+    def layers_in(classes: Sequence[str]) -> set[str]:
+        return {
+            f"{name}.{child}"
+            for name, module in unet.named_modules()
+            if type(module).__name__ in classes
+            for child, layer in module.named_modules()
+            if can_adapt(layer, conv=True)
+        }
+
     for method, is_trained in RULES.items():
         if (network, method) == ("lierla", "noxattn-hspace-last"):
             continue
         chosen = selections.select(tensors, leco.selection(network, method))
         layers = {name.rpartition(".")[0] for name in chosen}
         found = {name for name in layers if can_adapt(unet.get_submodule(name), conv=True)}
+        classes = SLIDER_CLASSES if method in OF_SLIDERS else CLASSES
+        inside = layers_in(classes[network])
         assert found == {name for name in inside if is_trained(name)}, method
         assert found
 
