@@ -111,9 +111,9 @@ def write(
         header |= lora_metadata.description(
             model,
             place.stem,
-            _comment(source, result),
+            _comment(source, result, request.strength),
             tags="concept erasure",
-            usage="weight 1 erases; weight 0 is the original",
+            usage=_usage(request.strength),
         )
     write_file(place, lambda path: lora_files.write(tensors, header, path))
     return LoraFile(
@@ -183,7 +183,13 @@ def _notes(request: LoraRequest, result: Approximation, rounding: float) -> dict
     return notes
 
 
-def _comment(source: Path, result: Approximation) -> str:
+def _usage(strength: float) -> str:
+    """Return what the weight of the file means in other programs."""
+    first = "erases" if strength == 1 else f"is strength {strength:g} of the erasure"
+    return f"weight 1 {first}; weight 0 is the original"
+
+
+def _comment(source: Path, result: Approximation, strength: float) -> str:
     """Return what the LoRA erases, without paths, and sd-scripts' words for a reduced rank."""
     parts = []
     if result.reduced_from:
@@ -198,6 +204,8 @@ def _comment(source: Path, result: Approximation) -> str:
                 text = anchor if isinstance(anchor, str) else ", ".join(map(str, anchor.values()))
                 parts.append(f"anchor concept {shorten(text)}")
         parts.append(f"method {recipe.method.name}")
+    if strength != 1:
+        parts.append(f"strength {strength:g} of the erasure")
     return "; ".join([*parts, f"concept_eraser {version()}"])
 
 

@@ -250,6 +250,25 @@ def test_the_command_exports_to_comfyui(open_family: OpenFamily, tmp_path: Path)
         )
 
 
+@pytest.mark.parametrize(
+    ("strength", "usage"),
+    [(1.0, "weight 1 erases"), (-0.5, "weight 1 is strength -0.5 of the erasure")],
+)
+def test_the_header_says_what_weight_1_is(
+    strength: float, usage: str, open_family: OpenFamily, tmp_path: Path
+) -> None:
+    folder, model = open_family("zimage")
+    one = factors(model.denoiser, "denoiser", lambda n: "attention" in n)
+    source, file = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    lora_files.save(model, [one], source)
+    formats.export(source, "kohya", before=folder, strength=strength, output=file)
+    with safe_open(file, "pt") as content:
+        header = content.metadata()
+    assert header["modelspec.usage_hint"] == f"{usage}; weight 0 is the original"
+    comment = "strength -0.5 of the erasure" in header["ss_training_comment"]
+    assert comment is (strength != 1)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_diffusers_cannot_read_fp8_of_the_newer_families(
     name: str, open_family: OpenFamily, tmp_path: Path
