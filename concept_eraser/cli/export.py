@@ -126,6 +126,11 @@ def export(
     )
     if result.rank is None:
         typer.echo(f"written: {result.path}")
+        if result.rounding:
+            typer.echo(
+                "rounding to the precision of the checkpoint: relative error "
+                f"{result.rounding:.2g} of the change"
+            )
         return
     error_text = (
         "its own factors"

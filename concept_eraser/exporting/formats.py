@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,9 @@ class ExportResult:
         rank: The rank of a LoRA.
         error: The relative error of a LoRA. It is 0 if the factors are the erasure's own.
         layer_errors: The relative errors of the layers of a LoRA; None if nothing was left out.
-        rounding: The relative error by the rounding of a LoRA's numbers. It is 0 for fp32.
+        rounding: The relative error of the change by the rounding of the written numbers: those of
+            a LoRA, or those of a whole model in the precision of its checkpoint. It is 0 for fp32,
+            and for a whole model whose change was not needed.
         ignored: The layers of a LoRA that programs ignore, one entry for each such program.
     """
 
@@ -149,7 +151,7 @@ def export(
     )
     if to in ("diffusers", "single-file") and strength == 1 and not (left_out and base is not None):
         _write_whole(after, to, place)
-        return ExportResult(place)
+        return ExportResult(place, rounding=_rounding_of_lora(Path(source), after))
     if original is None:
         original = _original(base, source, allow_pickle)
     changes = differences(original, after)
@@ -170,7 +172,41 @@ def export(
             for name, pair in tensors.items():
                 state[name].copy_(torch.lerp(*pair, strength))  # exact at 0 and at 1
     _write_whole(after, to, place)
-    return ExportResult(place)
+    written = {
+        part: ((name, after.parts[part].state_dict()[name] - pair[0]) for name, pair in one.items())
+        for part, one in changes.items()
+    }
+    return ExportResult(place, rounding=_rounding(after, written))
+
+
+def _rounding_of_lora(source: Path, model: Model) -> float:
+    """Return `_rounding` of a run that is its original and its LoRA, and 0 for another source."""
+    if not run_base.is_lora_alone(source):
+        return 0.0
+    return _rounding(
+        model,
+        {
+            one.part: ((f"{layer}.weight", one.change(layer)) for layer in one.layers)
+            for one in lora_export.own_factors(source, model)
+        },
+    )
+
+
+def _rounding(model: Model, changes: Mapping[str, Iterable[tuple[str, torch.Tensor]]]) -> float:
+    """Return what the precision of the checkpoint leaves out of a change, relative to it.
+
+    changes: by the part, the names of tensors and what was added to them. Of several parts it is
+    the largest number.
+    """
+    stored: Mapping[str, Any] = getattr(model, "stored", {})
+    return max(
+        (
+            stored[part].rounding(model.parts[part].state_dict(), tensors)
+            for part, tensors in changes.items()
+            if part in stored and stored[part].usual != torch.float32
+        ),
+        default=0.0,
+    )
 
 
 def _write_lora(

@@ -131,7 +131,7 @@ def _approximate(
     source: Path, model: Model, changes: Changes | None, request: LoraRequest
 ) -> Approximation:
     """Return the erasure's own factors, else the best ones of the rank."""
-    own = _own_factors(source, model)
+    own = own_factors(source, model)
     if changes is None and not any(up.any() for one in own for _, up in one.layers.values()):
         raise UserError(
             f"the LoRA of {source} changes nothing; give the run's original model with --before "
@@ -215,7 +215,7 @@ def _prompts_text(source: Any) -> str:
     return shorten(str(source.get("about", "its prompts") if isinstance(source, dict) else source))
 
 
-def _own_factors(source: Path, model: Model) -> list[Factors]:
+def own_factors(source: Path, model: Model) -> list[Factors]:
     """Read the factors of a run that trained a LoRA, or of a LoRA file. Else return []."""
     folder = source / lora_files.FOLDER if (source / "recipe.yaml").is_file() else source
     file = folder / lora_files.FILE if source.is_dir() else source

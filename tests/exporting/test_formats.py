@@ -430,6 +430,32 @@ def test_the_command(runs) -> None:
     assert "exists already" in str(refusal.exception)
 
 
+@pytest.mark.parametrize("to", ["diffusers", "single-file"])
+def test_the_rounding_of_a_whole_model_is_stated(to: str, tmp_path: Path) -> None:
+    """The checkpoint is in fp16, and so is what is written."""
+    recipe = one_step_recipe(model=str(FOLDER), training__lr=1e-3)
+    run = concept_eraser.erase(recipe, output=tmp_path / "run").folder
+    erased, original = load(run).denoiser, load("tiny-sd").denoiser
+    for strength in (1.0, 0.5):
+        name = "whole" if strength == 1 else "half"
+        place = tmp_path / (name if to == "diffusers" else f"{name}.safetensors")
+        result = formats.export(run, to, strength=strength, output=place)
+        written = load(place, base=None if to == "diffusers" else FOLDER).denoiser
+        lost = total = 0.0
+        for tensor, before in original.state_dict().items():
+            change = strength * (erased.state_dict()[tensor] - before)
+            total += float(change.square().sum())
+            if change.any():
+                rest = written.state_dict()[tensor] - before - change
+                lost += float(rest.square().sum())
+        assert result.rounding == pytest.approx((lost / total) ** 0.5, rel=1e-2)
+        assert result.rounding > 0.01
+    result = CliRunner().invoke(
+        app, ["export", str(run), "--to", to, "-o", str(place.with_stem("again"))]
+    )
+    assert "rounding to the precision of the checkpoint: relative error 0." in result.output
+
+
 def test_only_the_pipeline_at_strength_1_is_that_of_the_run(runs, tmp_path: Path) -> None:
     run = tmp_path / "star"
     shutil.copytree(runs["lora"], run, ignore=shutil.ignore_patterns("exports"))
