@@ -60,8 +60,9 @@ def batch(
     """Erase many concepts from a table, each into a run folder of its own.
 
     The same command continues where it stopped: finished rows are not repeated, and an interrupted
-    training resumes. A row that fails does not stop the others. `summary.csv` has the state of
-    every row, and the numbers of those that were evaluated.
+    training resumes. A row that fails does not stop the others. A finished row whose recipe or
+    prompt file was edited since is an error. `summary.csv` has the state of every row, and the
+    numbers of those that were evaluated.
 
     [bold]Examples[/bold]
 
@@ -83,6 +84,7 @@ def batch(
     job_table.prepare(output)
     failed: list[str] = []
     if not summary:
+        job_table.require_unchanged(share.of(jobs), output)
         if workers > 1:
             _run_workers(workers, table, output, model=model, measure=measure)
             states = {job.name: job_table.state(job, output) for job in jobs}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -319,7 +318,10 @@ def erase(
         for flag, value in (("--kind", kind), ("--images", images)):
             if value is not None:
                 raise UserError(f"{flag} goes with concepts, e.g. concept-eraser erase 'Van Gogh'")
-        objectives = _objectives(forget or [], [_anchor(a) for a in anchor or []], bool(names))
+        from concept_eraser.recipes import overrides as changes
+
+        anchors = [changes.anchor(text) for text in anchor or []]
+        objectives = _objectives(forget or [], anchors, bool(names))
         overrides = [*_model_setting(model, base), *objectives, *settings]
         start, overrides = _recipe_or_default(names, overrides, has_forget=bool(forget))
     run(
@@ -379,12 +381,6 @@ def _on_base(model: str | None, base: str | None) -> str:
     from concept_eraser.models import loading
 
     return loading.on_base(model, base)
-
-
-def _anchor(text: str) -> str | dict[str, str]:
-    """Read an anchor: `shape=circle` replaces the shape of the prompt, all else is a text."""
-    match = re.fullmatch(r"(\w+)=(.+)", text)
-    return {match[1]: match[2]} if match else text
 
 
 def _objectives(forget: list[str], anchors: list[Any], of_recipe: bool) -> list[str]:

@@ -52,6 +52,12 @@ def as_text(value: Any) -> str:
     return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
+def anchor(text: str) -> str | dict[str, str]:
+    """Read an anchor: `shape=circle` replaces the shape of the prompt, all else is a text."""
+    match = re.fullmatch(r"(\w+)=(.+)", text)
+    return {match[1]: match[2]} if match else text
+
+
 def apply(content: dict[str, Any], text: str) -> None:
     """Apply one override such as `training.lr=1e-4` to a recipe's mapping, in place.
 

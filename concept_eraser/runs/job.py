@@ -113,6 +113,18 @@ def check_folder(
 
 def _require_same_prompts(folder: Path, recipe: Recipe) -> None:
     """Raise UserError if a prompt file has other prompts than those that the run began with."""
+    if edited := edited_prompts(folder, recipe):
+        raise UserError(
+            f"{folder} holds this run with other prompts: {edited} was changed after the run had "
+            "begun; restore the file, give a new folder with --output, or pass --overwrite"
+        )
+
+
+def edited_prompts(folder: Path, recipe: Recipe) -> str:
+    """Return the first prompt file that was edited since a run began, with its objective, or "".
+
+    Raises UserError if a prompt file cannot be read.
+    """
     recorded = _recorded_prompts(folder)
     for name, spec in recipe.objective_specs.items():
         if not isinstance(spec.prompts, str) or not resources.is_path("prompts", spec.prompts):
@@ -120,11 +132,8 @@ def _require_same_prompts(folder: Path, recipe: Recipe) -> None:
         facts = recorded.get(name)
         before = facts.get("hash") if isinstance(facts, dict) else None
         if before is not None and prompts.load(spec.prompts).hash != before:
-            raise UserError(
-                f"{folder} holds this run with other prompts: {spec.prompts} ({name}) was changed "
-                "after the run had begun; restore the file, give a new folder with --output, or "
-                "pass --overwrite"
-            )
+            return f"{spec.prompts} ({name})"
+    return ""
 
 
 def _recorded_prompts(folder: Path) -> dict[str, Any]:

@@ -20,10 +20,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from concept_eraser.recipes import overrides
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import TABLE_BYTES, read_json, read_text
 from concept_eraser.storage.writers import write_bytes, write_json, write_text
@@ -57,10 +58,13 @@ class TableJob:
     Attributes:
         name: The name of its run folder.
         words: The arguments of `concept-eraser erase`, without the output folder.
+        overrides: Of a row with a recipe, the overrides that the arguments stand for. None for
+            concepts.
     """
 
     name: str
     words: tuple[str, ...]
+    overrides: tuple[str, ...] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,13 @@ def _job(values: Mapping[str, str], place: str, model: str | None) -> TableJob:
     settings = [f"{key}={value}" for key, value in values.items() if "." in key]
     words = [*names, *settings]
     words += [word for flag, value in options.items() if value for word in (flag, value)]
-    return TableJob(name, tuple(words))
+    if sources == ["concept"]:
+        return TableJob(name, tuple(words))
+    replaced = {"model": options["--model"], "forget.anchor": options["--anchor"]}
+    if replaced["forget.anchor"]:
+        replaced["forget.anchor"] = overrides.anchor(replaced["forget.anchor"])
+    flags = [f"{key}={overrides.as_text(value)}" for key, value in replaced.items() if value]
+    return TableJob(name, tuple(words), (*flags, *settings))
 
 
 def run(
@@ -252,6 +262,37 @@ def state(job: TableJob, folder: Path) -> State:
             f"give it another name, or remove {path} and that folder"
         )
     return "finished" if (folder / job.name / "done.json").is_file() else "not finished"
+
+
+def require_unchanged(jobs: Sequence[TableJob], folder: Path) -> None:
+    """Check that the finished rows were erased from the present recipes and prompt files.
+
+    Raises:
+        UserError: A row, its recipe or one of its prompt files was edited since, or cannot be read.
+    """
+    for job in jobs:
+        if state(job, folder) == "finished" and (change := _change(job, folder / job.name)):
+            raise UserError(
+                f"the row {job.name!r} was erased before {change}; restore the file, give the row "
+                f"another name, or remove {folder / STATUS / job.name}.json and "
+                f"{folder / job.name}"
+            )
+
+
+def _change(job: TableJob, run_folder: Path) -> str:
+    """Return which file of a finished row was edited, and how; "" if none was."""
+    from concept_eraser.recipes import recipe as recipes
+    from concept_eraser.runs import job as erasures  # it imports torch
+    from concept_eraser.utils import provenance
+
+    recipe = erased = recipes.load_run(run_folder)
+    if job.overrides is not None:
+        recipe = recipes.load(job.words[0], job.overrides)
+    if recipe.fingerprint != erased.fingerprint:
+        keys = provenance.differences(erased.resolved(), recipe.resolved())
+        return f"{job.words[0]} was edited (it differs in {', '.join(keys) or 'nothing visible'})"
+    edited = erasures.edited_prompts(run_folder, recipe)
+    return edited and f"{edited} was edited"
 
 
 def last_line(folder: Path, name: str) -> str:

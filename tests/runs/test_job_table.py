@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+import concept_eraser
 from concept_eraser import Interrupted, UserError
+from concept_eraser.cli.main import app
 from concept_eraser.runs import job_table
 from concept_eraser.runs.job_table import Share, TableJob
 from tests.conftest import short
@@ -115,6 +118,46 @@ def test_a_changed_row_is_not_taken_for_the_finished_one(tmp_path: Path) -> None
     (tmp_path / "star").mkdir()
     (tmp_path / "star" / "done.json").write_text("{}")
     assert job_table.state(job, tmp_path) == "finished"
+
+
+def test_an_edited_file_of_a_finished_row_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row has a recipe, a model, an anchor and a prompt file; then it has a concept."""
+    monkeypatch.chdir(tmp_path)
+    Path("rest.txt").write_text("a red circle\na blue moon\n")
+    recipe = yaml.safe_dump(short(training__steps=1, trainable__lora=2))
+    Path("mine.yaml").write_text(recipe)
+    path = table(
+        tmp_path,
+        "recipe,model,anchor,retain.prompts\nmine.yaml,tiny-sd,shape=moon,rest.txt\n",
+    )
+    overrides = ["model=tiny-sd", "forget.anchor={shape: moon}", "retain.prompts=rest.txt"]
+    job_table.prepare(Path("batch"))
+    concept_eraser.erase("mine.yaml", overrides=overrides, output="batch/mine")
+    (job,) = job_table.read(path)
+    Path("batch/status").mkdir()
+    status = {"words": job.words, "code": 0, "seconds": 1.0}
+    Path("batch/status/mine.json").write_text(json.dumps(status))
+    job_table.require_unchanged([job], Path("batch"))
+
+    Path("rest.txt").write_text("a red circle\na green moon\n")
+    message = r"the row 'mine' was erased before rest\.txt \(retain\) was edited; restore the file"
+    with pytest.raises(UserError, match=message):
+        job_table.require_unchanged([job], Path("batch"))
+    Path("rest.txt").write_text("a red circle\na blue moon\n")
+    Path("mine.yaml").write_text(recipe.replace("steps: 1\n", "steps: 2\n"))
+    with pytest.raises(UserError, match=r"mine\.yaml was edited \(it differs in .*steps"):
+        job_table.require_unchanged([job], Path("batch"))
+    Path("mine.yaml").write_text(recipe)
+
+    path = table(tmp_path, "concept,name,retain.prompts\nstar,mine,rest.txt\n")
+    (job,) = job_table.read(path)
+    Path("batch/status/mine.json").write_text(json.dumps({**status, "words": job.words}))
+    Path("rest.txt").write_text("a red circle\na green moon\n")
+    for command in ([], ["--workers", "2"], ["--worker", "0/1"]):
+        result = CliRunner().invoke(app, ["batch", str(path), "-o", "batch", *command])
+        assert "rest.txt (retain) was edited" in str(result.exception), result.output
 
 
 def test_an_interruption_ends_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
