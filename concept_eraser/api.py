@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 
 from concept_eraser.concepts.known import KindName
 from concept_eraser.concepts.plan import BUNDLED, ErasurePlan, make_plan
+from concept_eraser.data import generate
 from concept_eraser.evaluation import retraining
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import cascade as cascades
@@ -582,8 +583,9 @@ def evaluate(
     Raises:
         UserError: the suite, a judge or a metric is unknown, a judge does not know the concept, the
             data or a model are not available, or the folder cannot be written to or holds an
-            evaluation.json that this package did not write. Or `before` is missing, or a control
-            has another tokenizer, text encoder or VAE than the original.
+            evaluation.json that this package did not write. Or that file is of other models, of
+            another suite or recipe, or of prompts that were edited since. Or `before` is missing,
+            or a control has another tokenizer, text encoder or VAE than the original.
 
     Example:
         >>> import concept_eraser
@@ -604,6 +606,8 @@ def evaluate(
                 "leave out judge, second_judge and metrics"
             )
         with _results(folder, "evaluation", "evaluation.json"):
+            if folder is not None and distributed.is_first():
+                run_results.require_same_recipe(folder, recipes.load_run(Path(model)).fingerprint)
             evaluation = labelled_measurement.measure(
                 Path(model), before=before, after=after, objects=data, allow_code=allow_code
             )
@@ -620,6 +624,14 @@ def evaluate(
         original, erased_model = _pair(model, before, allow_pickle, guard)
         controls = _controls(control, original, allow_pickle)
         retraining.require_comparable(controls, original, protocol)
+        if folder is not None and distributed.is_first():
+            pair = {"before": original, "after": erased_model}
+            run_results.require_same_models(
+                folder,
+                protocol,
+                {w: f"{m.source} ({generate.model_fingerprint(m)})" for w, m in pair.items()},
+                inside=_is_inside(folder, model),
+            )
         evaluation = suites.evaluate(
             original, erased_model, protocol, cache=cache, progress=progress
         )
@@ -629,6 +641,13 @@ def evaluate(
             )
         _save(evaluation, folder)
     return evaluation
+
+
+def _is_inside(folder: Path, model: ModelSource) -> bool:
+    """Whether a folder is, or lies in, the run folder of a model."""
+    if not isinstance(model, str | Path) or not (Path(model) / "recipe.yaml").is_file():
+        return False
+    return folder.resolve().is_relative_to(Path(model).resolve())
 
 
 def _output_folder(output: str | Path | None) -> Path | None:

@@ -12,7 +12,7 @@ from typing import Any
 from concept_eraser import registry
 from concept_eraser.evaluation import result_schema
 from concept_eraser.evaluation.statistics import Interval
-from concept_eraser.evaluation.suite import Suite
+from concept_eraser.evaluation.suite import Suite, group_prompts
 from concept_eraser.models.safeguards import Guard, safeguard_in
 from concept_eraser.reporting import compare, html
 from concept_eraser.storage.readers import read_json
@@ -168,7 +168,8 @@ def place_for(run: Path, suite: Suite, name: str) -> Path:
     """Return the folder for an evaluation of a run.
 
     It is the run folder. If that holds the evaluation of another suite, it is evaluations/<name>
-    inside. Suites that differ only in the number of images count as one.
+    inside. Suites that differ only in the number of images count as one. A suite with a prompt file
+    that was edited since counts as another.
     """
     protocol = _comparable_protocol(suite.model_dump(mode="json"))
     candidates = [
@@ -177,9 +178,16 @@ def place_for(run: Path, suite: Suite, name: str) -> Path:
         run / EVALUATIONS / f"{name}-{fingerprint(protocol)[:6]}",
     ]
     return next(
-        (place for place in candidates[:-1] if _protocol_in(place) in (None, protocol)),
-        candidates[-1],
+        (place for place in candidates[:-1] if _is_free(place, suite, protocol)), candidates[-1]
     )
+
+
+def _is_free(folder: Path, suite: Suite, protocol: Any) -> bool:
+    """Whether a folder has no evaluation, or one by this suite with the present prompts."""
+    other = _protocol_in(folder)
+    if other != protocol:
+        return other is None
+    return not _has_other_prompts(read_record(folder, "evaluation.json"), suite)
 
 
 def require_same(
@@ -197,23 +205,109 @@ def require_same(
         guard: The safeguard while sampling.
 
     Raises:
-        UserError: The folder holds the evaluation of other models, or by another suite.
+        UserError: The folder holds the evaluation of other models, by another suite, or of prompts
+            that were edited since.
     """
     path = folder / "evaluation.json"
     if not path.is_file():
         return
-    models = read_record(folder, path.name).get("models")
+    recorded = read_record(folder, path.name)
+    models = recorded.get("models")
     models = models if isinstance(models, dict) else {}
     protocol = _comparable_protocol(suite.model_dump(mode="json"))
     if (
         _protocol_in(folder) != protocol
+        or _has_other_prompts(recorded, suite)
         or not _is_named(models.get("before"), before, None)
         or not _is_named(models.get("after"), after, guard)
     ):
-        raise UserError(
-            f"{path} is of other models or of another suite, and is not replaced; give another "
-            "folder with --output"
+        raise _other_evaluation(path)
+
+
+def require_same_models(
+    folder: Path, suite: Suite, models: Mapping[str, str], *, inside: bool = False
+) -> None:
+    """Check the evaluation in a folder as `require_same`, with the models that are loaded.
+
+    A model is the same by its name, or by its weights where it has another name by now. A model in
+    memory is the same by its weights only.
+
+    Args:
+        folder: The folder for a new evaluation.
+        suite: The suite of the new evaluation.
+        models: "before" and "after", each as "source (fingerprint of its weights)".
+        inside: The folder is, or lies in, the run folder of the measured model. Then the weights
+            may have changed.
+
+    Raises:
+        UserError: The folder holds the evaluation of other models, by another suite, or of prompts
+            that were edited since.
+    """
+    path = folder / "evaluation.json"
+    if not path.is_file():
+        return
+    recorded = read_record(folder, path.name)
+    protocol = suite.model_dump(mode="json")
+    is_suite = recorded.get("protocol") == protocol or (
+        _protocol_in(folder) == _comparable_protocol(protocol)
+    )
+    earlier = recorded.get("models")
+    earlier = earlier if isinstance(earlier, dict) else {}
+    if (
+        not is_suite
+        or _has_other_prompts(recorded, suite)
+        or not all(
+            (inside and when == "after") or _is_same_model(str(earlier.get(when)), model)
+            for when, model in models.items()
         )
+    ):
+        raise _other_evaluation(path)
+
+
+def require_same_recipe(folder: Path, fingerprint: str) -> None:
+    """Check that a folder holds no evaluation but that of a run of this recipe on labelled data.
+
+    Args:
+        folder: The folder for a new evaluation.
+        fingerprint: The fingerprint of the run's recipe.
+
+    Raises:
+        UserError: The folder holds the evaluation of another run.
+    """
+    path = folder / "evaluation.json"
+    if path.is_file() and read_record(folder, path.name).get("recipe") != fingerprint:
+        raise UserError(
+            f"{path} is of another run, and is not replaced; give another folder with --output"
+        )
+
+
+def _other_evaluation(path: Path) -> UserError:
+    return UserError(
+        f"{path} is of other models, of another suite or of prompts that were edited since, and is "
+        "not replaced; give another folder with --output"
+    )
+
+
+def _is_same_model(recorded: str, model: str) -> bool:
+    """Whether two "source (fingerprint)" are the same model under the same safeguard."""
+    guard = safeguard_in(model)
+    source = model.rsplit(" (", 1)[0].removesuffix(f" under {guard}")
+    return sampled_model(recorded) == sampled_model(model) or (
+        not source.endswith(" in memory") and _is_named(recorded, source, guard or None)
+    )
+
+
+def _has_other_prompts(content: Mapping[str, Any], suite: Suite) -> bool:
+    """Whether an evaluation by this suite, with any n, was of other prompts: a file was edited."""
+    hashes, groups = content.get("prompt_hashes"), content["protocol"]["groups"]
+    if not isinstance(hashes, dict):
+        return False  # an early version did not record them
+    counted = {
+        name: group.model_copy(update={"n": groups[name]["n"]})
+        for name, group in suite.groups.items()
+    }
+    suite = suite.model_copy(update={"groups": counted})
+    return any(group_prompts(suite, name).hash != hashes.get(name) for name in counted)
 
 
 def _is_named(recorded: Any, name: str, guard: str | None) -> bool:

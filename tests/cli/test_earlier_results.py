@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import yaml
 from click.testing import Result
+from torch import nn
 from typer.testing import CliRunner
 
+import concept_eraser
 from concept_eraser.cli.main import app
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.reporting import run_results
@@ -49,12 +53,90 @@ def test_the_evaluation_of_another_model_is_not_replaced(
         refusal = evaluate(*other)
         assert isinstance(refusal.exception, UserError), other
         assert str(refusal.exception) == (
-            "evaluation/evaluation.json is of other models or of another suite, and is not "
-            "replaced; give another folder with --output"
+            "evaluation/evaluation.json is of other models, of another suite or of prompts that "
+            "were edited since, and is not replaced; give another folder with --output"
         )
     assert file.read_bytes() == content
     elsewhere = evaluate("tiny-sd", "--suite", "suite.yaml", "--output", "tiny")
     assert elsewhere.exit_code == 0, elsewhere.output
+
+
+def test_python_does_not_replace_the_evaluation_of_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("green.txt").write_text("a green star\na red star\n")
+    groups = {"direct": {"prompts": "green.txt", "role": "forget", "n": 2}}
+    suite = {**SUITE, "groups": groups}
+    one, two = concept_eraser.load(small_sd()), concept_eraser.load("tiny-sd")
+    in_memory = [cast("Any", model).pipeline for model in (one, two)]
+    first = concept_eraser.evaluate(one, suite, before=two, output="check")
+    content = Path("check/evaluation.json").read_bytes()
+    again = concept_eraser.evaluate(small_sd(), suite, before="tiny-sd", n=2, output="check")
+    assert again.models == first.models
+    concept_eraser.evaluate(in_memory[0], suite, before="tiny-sd", output="memory")
+
+    def refused(model: Any, folder: str = "check", before: Any = "tiny-sd", **changes: Any) -> None:
+        with pytest.raises(UserError, match=r"evaluation\.json is of .*is not replaced"):
+            concept_eraser.evaluate(
+                model, {**suite, **changes}, before=before, guard=guard, output=folder
+            )
+
+    guard = None
+    refused("tiny-sd")
+    refused(one, before=one)
+    refused(one, seed=8)
+    refused(in_memory[1], folder="memory")
+    guard = "negative:a star"
+    refused(one.source)
+    guard = None
+    Path("green.txt").write_text("a green star\na blue star\n")
+    refused(one)
+    Path("green.txt").write_text("a green star\na red star\n")
+    assert json.loads(content)["models"] == first.models
+    assert json.loads(Path("check/evaluation.json").read_text())["models"] == first.models
+    concept_eraser.evaluate(in_memory[0], suite, before=two, output="memory")
+
+
+def test_an_evaluation_of_labelled_data_is_replaced_by_one_of_the_same_run_only(
+    tmp_path: Path,
+) -> None:
+    rng = np.random.default_rng(0)
+    data: dict[Any, Any] = {
+        name: (rng.standard_normal((20, 4)).astype(np.float32), np.arange(20) % 3)
+        for name in ("forget", "retain")
+    }
+    for name, steps in (("a", 1), ("b", 2)):
+        run = concept_eraser.erase(
+            model=nn.Linear(4, 3),
+            target="classifier",
+            forget={"data": data["forget"], "loss": "relabel"},
+            retain={"data": data["retain"]},
+            training={"steps": steps, "batch_size": 8},
+            output=tmp_path / name,
+        )
+        assert run.model is not None
+    after = run.load()
+    for _ in range(2):
+        concept_eraser.evaluate(tmp_path / "a", after=after, data=data, output=tmp_path / "check")
+    with pytest.raises(UserError, match="of another run, and is not replaced"):
+        concept_eraser.evaluate(tmp_path / "b", after=after, data=data, output=tmp_path / "check")
+
+
+def test_an_evaluation_of_a_run_by_edited_prompts_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "green.txt"
+    file.write_text("a green star\n")
+    groups = {"direct": {"prompts": str(file), "role": "forget", "n": 2}}
+    suite = suites.load({**SUITE, "groups": groups})
+    content = {
+        "protocol": suite.model_dump(mode="json"),
+        "prompt_hashes": {"direct": suites.group_prompts(suite, "direct").hash},
+    }
+    (tmp_path / "evaluation.json").write_text(json.dumps(content))
+    assert run_results.place_for(tmp_path, suite.with_at_most(1), "star") == tmp_path
+    file.write_text("a green moon\n")
+    place = run_results.place_for(tmp_path, suite, "star")
+    assert place == tmp_path / "evaluations" / "star"
 
 
 @pytest.mark.parametrize(
