@@ -174,8 +174,16 @@ def read_image(path: Path) -> np.ndarray:
 
 
 def _upright(source: Image.Image) -> Image.Image:
-    """Convert to RGB, rotated as the file states (as OpenCV reads it), transparency on white."""
+    """Convert to RGB, rotated as the file states (as OpenCV reads it), transparency on white.
+
+    Of 16 bits the upper eight are taken. Raises ValueError for 32 bits.
+    """
     image = ImageOps.exif_transpose(source)
+    if image.mode.startswith("I;16") or (image.mode, source.format) == ("I", "PNG"):
+        # Pillow would clip these values to 255; OpenCV takes the upper byte too
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError("its pixels have 32 bits, of which no range is known")
     plain = (
         image.convert("RGBA") if image.mode in ("RGBA", "LA", "PA", "P") else image.convert("RGB")
     )
@@ -200,7 +208,7 @@ def image_files(folder: Path, *, deep: bool = False) -> list[Path]:
     if not folder.is_dir():
         raise UserError(f"no images in {folder}: there is no such folder; check the path")
     inside = folder.rglob("*") if deep else folder.iterdir()
-    if not (files := sorted(p for p in inside if p.suffix.lower() in IMAGES and p.is_file())):
+    if not (files := sorted(p for p in inside if p.suffix.lower() in IMAGES and not p.is_dir())):
         raise UserError(f"no images in {folder}; expected files ending in {', '.join(IMAGES)}")
     return files
 

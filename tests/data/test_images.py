@@ -84,6 +84,31 @@ def test_every_mode_becomes_rgb(mode: str, tmp_path: Path) -> None:
     assert images.read_image(path).shape == (10, 20, 3)
 
 
+@pytest.mark.parametrize("name", ["a.png", "a.tif"])
+def test_the_upper_byte_of_16_bits_is_the_pixel(name: str, tmp_path: Path) -> None:
+    grey = np.linspace(0, 65535, 200).astype(np.uint16).reshape(10, 20)
+    Image.fromarray(grey).save(tmp_path / name)
+    pixels = images.read_image(tmp_path / name)
+    np.testing.assert_array_equal(pixels, np.stack([grey >> 8] * 3, -1))
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int32])
+def test_pixels_of_32_bits_are_refused(kind: type, tmp_path: Path) -> None:
+    Image.fromarray(np.ones((10, 20), kind)).save(tmp_path / "a.tif")
+    with pytest.raises(UserError, match="its pixels have 32 bits, of which no range is known"):
+        images.read_image(tmp_path / "a.tif")
+
+
+def test_a_link_to_nothing_is_named_as_left_out(tmp_path: Path) -> None:
+    paint(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to(tmp_path / "none.png")
+    (tmp_path / "c.png").mkdir()
+    left_out: list[str] = []
+    assert [name for name, _ in images.read_images(tmp_path, left_out)] == ["a.png"]
+    assert len(left_out) == 1
+    assert "b.png" in left_out[0]
+
+
 def test_training_and_evaluation_see_the_same_pixels(tmp_path: Path) -> None:
     """An image is rotated as its file states, and transparency is white, for both readers."""
     folder = tmp_path / "class"
