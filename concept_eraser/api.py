@@ -11,7 +11,6 @@ from typing import Any, Literal, overload
 
 from concept_eraser.concepts.known import KindName
 from concept_eraser.concepts.plan import BUNDLED, ErasurePlan, make_plan
-from concept_eraser.data import generate
 from concept_eraser.evaluation import retraining
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import cascade as cascades
@@ -624,13 +623,10 @@ def evaluate(
         original, erased_model = _pair(model, before, allow_pickle, guard)
         controls = _controls(control, original, allow_pickle)
         retraining.require_comparable(controls, original, protocol)
-        if folder is not None and distributed.is_first():
-            pair = {"before": original, "after": erased_model}
+        if folder is not None and (folder / "evaluation.json").is_file():
+            models = suites.describe_models({"before": original, "after": erased_model})
             run_results.require_same_models(
-                folder,
-                protocol,
-                {w: f"{m.source} ({generate.model_fingerprint(m)})" for w, m in pair.items()},
-                inside=_is_inside(folder, model),
+                folder, protocol, models, inside=_is_inside(folder, model)
             )
         evaluation = suites.evaluate(
             original, erased_model, protocol, cache=cache, progress=progress

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from torch import Tensor
 
 from concept_eraser import registry
@@ -30,6 +30,12 @@ from concept_eraser.utils.progress import Progress, silent
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, str_max_length=limits.TEXT)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        limits.require_no_switch(cls.model_fields[str(info.field_name)].annotation, value)
+        return value
 
 
 class SuiteGroup(_Strict):
@@ -169,7 +175,7 @@ def _mistake(item: Any) -> str:
         if isinstance(value, dict) or item["type"] in ("value_error", "missing")
         else f", found {quote(value)}"
     )
-    return f"{key}: {item['msg']}{finding}"
+    return f"{key}: {item['msg'].removeprefix('Value error, ')}{finding}"
 
 
 def metric(entry: str | Mapping[str, Any] | Plugin) -> Metric:
@@ -307,6 +313,14 @@ def generate_group(
         what=f"{name}, {when}",
         progress=progress,
     )
+
+
+def describe_models(models: Mapping[str, Model]) -> dict[str, str]:
+    """Return each model as "source (fingerprint of its weights)", as evaluations have it."""
+    return {
+        name: f"{model.source} ({generate.model_fingerprint(model)})"
+        for name, model in models.items()
+    }
 
 
 def evaluate(

@@ -92,6 +92,8 @@ def _set(content: dict[str, Any], path: list[str], value: Any) -> None:
             inner = {}
         elif inner == "rest":
             inner = {"data": "rest"}
+        elif name == "lora" and not isinstance(inner, dict):  # a rank, or on or off
+            inner = {} if isinstance(inner, bool) or inner == "none" else {"rank": inner}
         elif isinstance(inner, str):  # the shorthand `method: munba`
             inner = {SHORT.get(name, "prompts"): inner}
         if not isinstance(inner, dict):

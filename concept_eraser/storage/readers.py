@@ -15,6 +15,7 @@ import errno
 import json
 import lzma
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from concept_eraser.utils.errors import UserError, first_line
+from concept_eraser.utils.errors import UserError, first_line, quote
 
 MEGABYTE = 2**20
 YAML_BYTES = 4 * MEGABYTE  # recipes, suites, prompt sets
@@ -31,6 +32,7 @@ TABLE_BYTES = 1024 * MEGABYTE  # tables of prompts (the captions of COCO take 67
 LOG_BYTES = 1024 * MEGABYTE  # logs of runs and attacks
 TEXT_BYTES = 64 * MEGABYTE
 DEPTH = 50  # levels of nested lists and mappings
+_UNUSUAL = re.compile(r"[-+]?(0[0-9_]+|[0-9_]+:[0-9_:.]+)")
 _NO_PLAIN_TYPES = tuple(f"tag:yaml.org,2002:{name}" for name in ("set", "omap", "pairs", "binary"))
 NODES = 200_000  # values in a YAML file, aliases expanded
 
@@ -228,7 +230,8 @@ def parse_yaml(text: str, where: str) -> Any:
     """Return the value of a YAML text, of plain types only; None if it is empty.
 
     `where` names its source in errors. Raises UserError if the text is no YAML, is nested deeper
-    than DEPTH, has aliases in a circle, or expands to more than NODES values.
+    than DEPTH, has aliases in a circle, or expands to more than NODES values. Also if a mapping has
+    a key twice, or a whole number is octal or in the base 60.
     """
     import yaml
 
@@ -276,7 +279,7 @@ def _require_bounded(root: Any, where: str) -> None:
 
     Its aliases are expanded.
     """
-    from yaml import MappingNode, SequenceNode
+    from yaml import MappingNode, ScalarNode, SequenceNode
 
     sizes: dict[int, tuple[int, int]] = {}  # results for each node; an alias is the same node again
     open_nodes: set[int] = set()
@@ -302,7 +305,10 @@ def _require_bounded(root: Any, where: str) -> None:
             )
         if isinstance(node, SequenceNode):
             children = iter(node.value)
+        elif isinstance(node, ScalarNode):
+            _require_decimal(node, where)
         elif isinstance(node, MappingNode):
+            _require_once(node, where)
             children = (one for pair in node.value for one in pair)
         open_nodes.add(id(node))
         for child in children:
@@ -318,6 +324,34 @@ def _require_bounded(root: Any, where: str) -> None:
         return total, height
 
     measure(root, 0)
+
+
+def _require_once(mapping: Any, where: str) -> None:
+    """Raise UserError if a mapping has a key twice. YAML would use the last one without a word."""
+    from yaml import ScalarNode
+
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in mapping.value:
+        if not isinstance(key, ScalarNode) or key.tag.endswith(":merge"):
+            continue
+        name, line = (key.tag, key.value), key.start_mark.line + 1
+        if name in lines:
+            raise UserError(
+                f"{where} has the key {quote(key.value)} twice (lines {lines[name]} and {line}); "
+                "remove one"
+            )
+        lines[name] = line
+
+
+def _require_decimal(scalar: Any, where: str) -> None:
+    """Raise UserError for a number that YAML reads otherwise than people: 010 is 8, 1:30 is 90."""
+    kind = scalar.tag.rpartition(":")[2]
+    if not scalar.style and kind in ("int", "float") and _UNUSUAL.fullmatch(scalar.value):
+        raise UserError(
+            f"{where}: {quote(scalar.value)} in line {scalar.start_mark.line + 1} is another "
+            "number in YAML (octal, or in the base 60); write it without leading zeros, or put a "
+            "text into quotes"
+        )
 
 
 def _require_shallow(text: str, where: str) -> None:

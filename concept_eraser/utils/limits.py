@@ -8,6 +8,7 @@ within its limit, which a test checks.
 from __future__ import annotations
 
 import math
+import typing
 from typing import Any
 
 from concept_eraser.utils.errors import quote
@@ -91,3 +92,21 @@ def number(value: Any, low: float, high: float) -> float:
     if not math.isfinite(result) or not low <= result <= high:
         raise ValueError(f"expected a number from {low:,} to {high:,}, found {quote(value)}")
     return result
+
+
+def require_no_switch(annotation: Any, value: Any) -> None:
+    """Raise ValueError for true or false, alone or in a list, where only a number is expected."""
+    values = value if isinstance(value, list | tuple) else [value]
+    found = next((one for one in values if isinstance(one, bool)), None)
+    types = set(_types_in(annotation)) if found is not None else set()
+    if types & {int, float} and bool not in types:
+        raise ValueError(
+            f"expected a number, found {str(found).lower()}, as YAML also reads yes, no, on and off"
+        )
+
+
+def _types_in(annotation: Any) -> typing.Iterator[Any]:
+    yield annotation
+    for inner in typing.get_args(annotation):
+        if not isinstance(inner, bool | int | float):  # a value of a Literal
+            yield from _types_in(inner)

@@ -150,6 +150,7 @@ def test_the_judge_refuses_other_sizes() -> None:
         ({"judge": "tinny"}, "did you mean 'tiny'"),
         ({"metrics": ["accuraccy"]}, "did you mean 'accuracy'"),
         ({"groupz": {}}, "groupz"),
+        ({"seed": True}, "seed: expected a number, found true"),
         (
             {"groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 1}}},
             "greater than or equal to 2",

@@ -66,6 +66,13 @@ def test_five_mistakes_are_five_lines() -> None:
         ({"forget__data": "digits"}, "not both"),
         ({"forget__classes": [1]}, "belong to labelled data"),
         ({"forgett": 1}, "did you mean 'forget'"),
+        ({"training__steps": True}, "training.steps: expected a number, found true"),
+        (
+            {"training__lr": False},
+            "training.lr: expected a number, found false, as YAML also reads",
+        ),
+        ({"forget__timesteps": [False, 1000]}, "forget.timesteps: expected a number, found false"),
+        ({"trainable__lora": {"rank": True}}, "trainable.lora.rank: expected a number"),
     ],
 )
 def test_each_mistake_is_an_error_with_a_next_step(changes: dict, message: str) -> None:
@@ -110,6 +117,16 @@ def test_overrides() -> None:
         {"forget": "tiny_star", "retain": "tiny_rest", "method": "munba"},
         ["forget.loss=esd", "method.xi=0.5"],
     ).method.options == {"xi": 0.5}
+
+
+@pytest.mark.parametrize("lora", [8, False, True, "none", {"rank": 8}])
+def test_an_override_of_a_lora_in_its_short_form(lora: Any) -> None:
+    job = recipe.load(short(trainable__lora=lora), ["trainable.lora.rank=2"])
+    assert job.trainable.lora is not None
+    assert (job.trainable.lora.rank, job.trainable.lora.alpha) == (2, 2)
+    conv = recipe.load(short(trainable__lora=8), ["trainable.lora.conv=true"]).trainable.lora
+    assert conv is not None
+    assert (conv.rank, conv.conv) == (8, True)
 
 
 @pytest.mark.parametrize("bad", ["training.lr", "=3", "model.x=1"])

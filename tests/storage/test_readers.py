@@ -467,6 +467,24 @@ def test_types_that_are_no_texts_numbers_lists_or_mappings_are_refused(text: str
         readers.parse_yaml(text, "x")
 
 
+@pytest.mark.parametrize(
+    "text", ["a: 1\nb: 2\na: 1", "{a: 1, 'a': 1}", "- {c: {1: x, 1: y}}", "&m {a: 1, a: 2}"]
+)
+def test_a_key_twice_is_an_error(text: str) -> None:
+    with pytest.raises(UserError, match=r"x has the key '[a1]' twice \(lines 1 and [13]\); remove"):
+        readers.parse_yaml(text, "x")
+    assert readers.parse_yaml("m: &m {a: 1}\nn: {<<: *m, a: 2}", "x")["n"] == {"a": 2}
+    assert readers.parse_yaml("{1: x, '1': y}", "x") == {1: "x", "1": "y"}
+
+
+@pytest.mark.parametrize("text", ["010", "-07", "1:30", "1:30.5", "[a, 0_7]"])
+def test_a_number_that_yaml_reads_in_another_base_is_an_error(text: str) -> None:
+    with pytest.raises(UserError, match="in line 1 is another number in YAML"):
+        readers.parse_yaml(text, "x")
+    values = readers.parse_yaml("[0, -0, 0.5, 10, 0x10, '010', a 1:30, 08.5, 09]", "x")
+    assert values == [0, 0, 0.5, 10, 16, "010", "a 1:30", 8.5, "09"]
+
+
 def test_a_long_complaint_of_the_parser_is_cut() -> None:
     with pytest.raises(UserError) as error:
         readers.parse_yaml(f"!{'b' * 900} 1", "x")
