@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from concept_eraser.cli import (
     attack,
@@ -32,7 +33,7 @@ from concept_eraser.cli import (
     report,
     verify,
 )
-from concept_eraser.utils.errors import Interrupted
+from concept_eraser.utils.errors import Interrupted, UserError
 
 app = typer.Typer(
     name="concept-eraser",
@@ -74,6 +75,25 @@ def _set_working(stop: Any, value: bool) -> None:
         stop.working = value
 
 
+class _Command(TyperCommand):
+    """A command that refuses an empty text, which is often an unset variable of a script.
+
+    `Path("")` would be the working folder. Only a prompt may be empty.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        for name, value in given.items():
+            values = value if isinstance(value, list | tuple) else [value]
+            if "" in values and name != "prompt" and not ctx.resilient_parsing:
+                parameter = next(one for one in self.params if one.name == name)
+                raise UserError(
+                    f"{parameter.opts[0]} is an empty text, perhaps of a variable that is not set; "
+                    "give a value, or leave it out"
+                )
+        return super().parse_args(ctx, args)
+
+
 for verb in (
     quickstart.quickstart,
     erase.erase,
@@ -100,7 +120,7 @@ for verb in (
     options: dict[str, Any] = (
         {"no_args_is_help": True} if verb.__name__ in ("show", "check", "copy") else {}
     )
-    app.command(name=verb.__name__.rstrip("_"), **options)(_interruptible(verb))
+    app.command(name=verb.__name__.rstrip("_"), cls=_Command, **options)(_interruptible(verb))
 
 
 @app.callback(invoke_without_command=True)

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
+from concept_eraser import UserError
 from concept_eraser.cli import main as command
 from tests.conftest import ROOT, short
 
@@ -79,6 +81,27 @@ def test_bad_input_is_one_message_and_code_two(
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert not list(tmp_path.rglob("*.safetensors")), "nothing half-written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["evaluate", "tiny-sd", "--output", ""], "--output"),
+        (["report", ""], "runs"),
+        (["erase", ""], "items"),
+        (["attack", "tiny-sd", "--set", ""], "--set"),
+    ],
+)
+def test_an_empty_text_is_not_the_working_folder(
+    arguments: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(command.app, arguments)
+    assert isinstance(result.exception, UserError), result.output
+    assert str(result.exception).startswith(f"{name} is an empty text, perhaps of a variable")
+    empty_prompt = CliRunner().invoke(command.app, ["generate", "nowhere", "-p", ""])
+    assert "unknown model 'nowhere'" in str(empty_prompt.exception)
+    assert not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_says_that_no_partial_file_is_left(tmp_path: Path) -> None:
