@@ -235,10 +235,14 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _of_csv(path: Path, content: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    by_tabs = path.suffix.lower() == ".tsv"  # published ones have bare quotes
     reader = csv.DictReader(
-        io.StringIO(content, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ","
+        io.StringIO(content, newline=""), delimiter="\t" if by_tabs else ",", strict=not by_tabs
     )
     try:
+        columns = list(reader.fieldnames or ())
+        if twice := [name for name in columns if name and columns.count(name) > 1]:
+            raise UserError(f"{path} has the column {quote(twice[0])} twice; rename or remove one")
         for number, row in enumerate(reader, 1):
             if number > limits.TABLE_ROWS:
                 raise UserError(f"{path} has more than {limits.TABLE_ROWS:,} rows; split it")

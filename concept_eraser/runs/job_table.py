@@ -116,7 +116,7 @@ def read(path: Path, model: str | None = None) -> list[TableJob]:
     Raises:
         UserError: The file is no such table. The message names the line.
     """
-    reader = csv.DictReader(io.StringIO(read_text(path, TABLE_BYTES), newline=""))
+    reader = csv.DictReader(io.StringIO(read_text(path, TABLE_BYTES), newline=""), strict=True)
     jobs: dict[str, TableJob] = {}
     try:
         columns = [name.strip() for name in reader.fieldnames or ()]
@@ -126,6 +126,8 @@ def read(path: Path, model: str | None = None) -> list[TableJob]:
                 f"{path}: found the columns {names_text(columns) or 'none'}; expected "
                 f"{', '.join(COLUMNS)} and settings such as training.seed{_guess(unknown)}"
             )
+        if twice := [name for name in columns if columns.count(name) > 1]:
+            raise UserError(f"{path} has the column {quote(twice[0])} twice; remove one")
         for row in reader:
             place = f"{path}, line {reader.line_num}"
             if None in row:  # cells without a column
@@ -161,10 +163,15 @@ def _job(values: Mapping[str, str], place: str, model: str | None) -> TableJob:
     if sources == ["concept"]:
         from concept_eraser.concepts.plan import slug  # it imports torch
 
-        names = [part.strip() for part in text.split(";")]
+        names = [part.strip() for part in text.split(";") if part.strip()]
         usual_name = "_".join(map(slug, names))[:80]
     else:
         names, usual_name = [text], Path(text).stem
+    if not names or any(part.startswith("-") for part in names):
+        raise UserError(
+            f"{place}: found the {sources[0]} {quote(text)}; expected a name that does not begin "
+            "with -"
+        )
     name = values.get("name", usual_name)
     if not _NAME.fullmatch(name) or name in (STATUS, SUMMARY):
         raise UserError(

@@ -131,6 +131,8 @@ def test_other_formats(tmp_path: Path) -> None:
         ("a.csv", "words\nx\n", "no column of prompts"),
         ("a.csv", "prompt,seed\nx,many\n", "seed is 'many'"),
         ("a.csv", "", "is empty"),
+        ("a.csv", "prompt,prompt\nx,y\n", "has the column 'prompt' twice; rename or remove one"),
+        ("a.csv", 'prompt\n"x\ny\n', "is no CSV of prompts .*; check its quotes"),
         ("a.json", "{", "is no JSON of prompts"),
         ("a.json", '{"a": 1}', "expected a list"),
         ("a.jsonl", "{\n", "is no JSONL of prompts"),

@@ -30,7 +30,7 @@ def test_a_row_is_a_command(tmp_path: Path) -> None:
         tmp_path,
         "concept,name,recipe,kind,anchor,model,training.seed\n"
         "Van Gogh,,,style,,,1\n"
-        '"star; moon",both,,,"a circle",other,\n'
+        '"star; moon;",both,,,"a circle",other,\n'
         ",,recipes/mine.yaml,,,,\n"
         "Dr. Who;梵高,,,,,,\n",
     )
@@ -55,6 +55,10 @@ def test_a_row_is_a_command(tmp_path: Path) -> None:
         ("concept\nstar\nstar\n", "line 3: the name 'star' is in an earlier row"),
         ("concept,name\nstar,../star\n", "found the name '../star'"),
         ("concept,name\nstar,status\n", "found the name 'status'"),
+        ("concept,kind,kind\nstar,object,style\n", "has the column 'kind' twice; remove one"),
+        ('concept,name\n"star,a\nmoon,b\n', "is no CSV table .*; check its quotes"),
+        ("concept\n--overwrite\n", "found the concept '--overwrite'; expected a name that"),
+        ("concept,name\n;,a\n", "found the concept ';'"),
         ("concept\nstar,moon\n", "line 2: the row has more cells than the 1 columns"),
     ],
 )
