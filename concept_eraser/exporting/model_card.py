@@ -7,6 +7,7 @@ of attacks, and what was not measured. All statements come from the run's own fi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -253,7 +254,14 @@ def _place(folder: Path) -> str:
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    """Return a value as plain text of Markdown, also in a table."""
+    return re.sub(r"([|<*`])", r"\\\1", str(value).replace("\n", " "))
+
+
+def _code(value: Any) -> str:
+    """Return a value as code of Markdown, also in a table, where only | has a meaning."""
+    text = str(value).replace("|", "\\|").replace("\n", " ").replace("`", "'")
+    return f"`{text}`"
 
 
 def _list_options(options: Mapping[str, Any]) -> str:
@@ -302,7 +310,7 @@ def _objective_rows(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[
         )
         yield [
             name,
-            f"`{_cell(card_results.source(objective))}`",
+            _code(card_results.source(objective)),
             str(rows.get("rows", "-")),
             "all" if count is None else str(count),
             f"`{rows['hash']}`" if "hash" in rows else "-",
@@ -317,7 +325,7 @@ def _retain_data(recipe: Recipe, environment: Mapping[str, Any]) -> str:
         return "none"
     rows = environment.get("prompts", {}).get("retain", {})
     row_text = f", {rows['rows']} rows, hash `{rows['hash']}`" if "hash" in rows else ""
-    return f"`{_cell(card_results.source(objective))}`{row_text}" + (
+    return f"{_code(card_results.source(objective))}{row_text}" + (
         "" if is_edit(recipe) else f" (loss {objective.loss})"
     )
 
@@ -337,7 +345,7 @@ def _protocol(evaluation: Mapping[str, Any]) -> str:
     if not protocol:
         return "Measured on labelled data, before and after."
     groups = "; ".join(
-        f"{name}: {card_results.source(SimpleNamespace(**g))} ({g['role']})"
+        _cell(f"{name}: {card_results.source(SimpleNamespace(**g))} ({g['role']})")
         for name, g in protocol["groups"].items()
     )
     sampling = _list_options(protocol.get("sampling", {}))

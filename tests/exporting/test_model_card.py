@@ -109,6 +109,18 @@ def test_the_card_states_what_was_not_measured(bare: Path) -> None:
     assert text.count("**Not measured.**") == 2
 
 
+def test_a_name_with_characters_of_markdown_is_shown_as_it_is(bare: Path) -> None:
+    content = yaml.safe_load((bare / "recipe.yaml").read_text())
+    content["forget"]["prompts"] = {"about": "a <b>|`x`|*y*", "prompts": ["a star", "stars"]}
+    content["forget"]["anchor"] = "<i>"
+    (bare / "recipe.yaml").write_text(yaml.safe_dump(content))
+    text = concept_eraser.card(bare)
+    assert r"after erasing **a \<b>\|\`x\`\|\*y\*** with" in text
+    row = next(line for line in text.splitlines() if line.startswith("| forget |"))
+    assert row.startswith(r"| forget | `a <b>\|'x'\|*y*` |")
+    assert row.endswith(r"| \<i> |")
+
+
 def test_the_header_is_one_the_hub_reads(evaluated_run: Path, tmp_path: Path) -> None:
     data = ModelCard(concept_eraser.card(evaluated_run)).data.to_dict()
     assert data["license"] == "other"
