@@ -367,6 +367,7 @@ def compare(
     from rich.table import Table
 
     from concept_eraser.reporting import compare as comparing
+    from concept_eraser.reporting import run_results
 
     if len(runs) < 2:
         raise UserError("give at least two evaluations or attacks to compare")
@@ -375,7 +376,10 @@ def compare(
     if len(contents) < len(runs):
         raise UserError("one of the files is given twice")
     grid = Table(box=None, header_style="bold")
-    for column in ("", *(path.parent.name or str(path) for path, _ in evaluations)):
+    paths = [path for path, _ in evaluations]
+    folders = [path.parent for path in paths]
+    one_each = len({folder.resolve() for folder in folders}) == len(folders)
+    for column in ("", *run_results.names_of(folders if one_each else paths)):
         grid.add_column(column)
     for row in comparing.table(contents):
         grid.add_row(*row)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from concept_eraser.cli.main import app
 from concept_eraser.reporting import compare
 from concept_eraser.utils.errors import UserError
 
@@ -41,6 +43,19 @@ def test_numbers_of_one_protocol_are_compared(tmp_path: Path, cli) -> None:
     assert "concept_rate, direct" in result.stdout
     assert "2 [1, 4]" in result.stdout
     assert "30 [15, 60]" in result.stdout
+
+
+def test_folders_of_one_name_have_distinct_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place, rate in (("a/run", 0.02), ("b/run", 0.3)):
+        write_evaluation(Path(place), rate)
+    result = CliRunner().invoke(app, ["compare", "a/run", "b/run/evaluation.json"])
+    assert result.exit_code == 0, result.output
+    assert result.output.split()[:2] == ["a/run", "b/run"]
+    twice = CliRunner().invoke(app, ["compare", "a/run", "../" + tmp_path.name + "/a/run"])
+    assert "is given twice" in str(twice.exception)
 
 
 def test_unlike_protocols_are_refused_with_what_differs(tmp_path: Path, cli) -> None:
