@@ -12,7 +12,7 @@ from concept_eraser.cli import erase_concepts, erase_leco
 from concept_eraser.cli.bounds import finite
 from concept_eraser.cli.erase_concepts import ConceptRequest
 from concept_eraser.cli.next_step import loading_call, permissions, with_next_step
-from concept_eraser.utils import limits
+from concept_eraser.utils import limits, resources
 from concept_eraser.utils.commands import erase_command, shell_command
 from concept_eraser.utils.errors import UserError
 
@@ -317,6 +317,8 @@ def erase(
     else:
         for flag, value in (("--kind", kind), ("--images", images)):
             if value is not None:
+                if names:  # a concept with / or an ending is read as a path
+                    resources.find("pipelines", names[0])
                 raise UserError(f"{flag} goes with concepts, e.g. concept-eraser erase 'Van Gogh'")
         from concept_eraser.recipes import overrides as changes
 

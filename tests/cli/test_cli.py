@@ -71,6 +71,8 @@ def test_every_verb_has_a_worked_example(cli, verb: str) -> None:
         (["copy", "nothing", "x.yaml"], "unknown recipe"),
         (["check", "missing.yaml"], "no such recipe file"),
         (["erase", "AC/DC"], "takes a concept without it"),
+        (["erase", "AC/DC", "--kind", "style"], "takes a concept without it"),
+        (["erase", "tiny_star_munba", "--images", "2"], "--images goes with concepts"),
     ],
 )
 def test_bad_input_is_one_message_and_code_two(
