@@ -591,7 +591,7 @@ def evaluate(
         >>> evaluation = concept_eraser.evaluate("runs/tiny_star_munba", "tiny_star", n=100)
         >>> concept_rate = evaluation.find("concept_rate", "direct")
     """
-    folder = _output_folder(output)
+    folder = None if output is None else Path(output)
     evaluation: PromptEvaluation | LabelledEvaluation
     if write.is_labelled(model):
         if any(value is not None for value in (suite, n, guard, control)):
@@ -644,16 +644,6 @@ def _is_inside(folder: Path, model: ModelSource) -> bool:
     if not isinstance(model, str | Path) or not (Path(model) / "recipe.yaml").is_file():
         return False
     return folder.resolve().is_relative_to(Path(model).resolve())
-
-
-def _output_folder(output: str | Path | None) -> Path | None:
-    """Return the folder of the results. Raises UserError for the name of a file."""
-    folder = Path(output) if output is not None else None
-    if folder is not None and folder.suffix in (".json", ".html", ".md"):
-        raise UserError(
-            f"output is a folder, found {folder}; give the folder that the files go into"
-        )
-    return folder
 
 
 def _results(folder: Path | None, kind: str, *names: str) -> AbstractContextManager[None]:
@@ -769,7 +759,7 @@ def attack(
             )
         entries = cascades.DEFAULT if cascade == "default" else cascade
         work = cascades.Cascade([protocol_of(entry, {}) for entry in entries], each_family)
-    folder = _output_folder(output)
+    folder = None if output is None else Path(output)
     names = ("attack.json", "attack.csv.xz", "attack.png", "attempts.jsonl")
     with _results(folder, "attack", *names):
         original, victim = _pair(model, before, allow_pickle, guard)

@@ -109,8 +109,13 @@ def results(
         inside: a run folder that the folder belongs to: no link may lead out of it.
 
     Raises:
-        UserError: see `require_claimable`, `locks.hold_lock` and `writers.require_free`.
+        UserError: see `require_claimable`, `locks.hold_lock` and `writers.require_free`. Or the
+            folder has the name of a file.
     """
+    if folder.suffix in (".json", ".html", ".md") and not folder.is_dir():
+        raise UserError(
+            f"output is a folder, found {folder}; give the folder that the files go into"
+        )
     require_claimable(folder, kind, inside=inside)
     with locks.hold_lock(folder, f"write the {kind}"):
         for name in names:

@@ -70,6 +70,7 @@ def test_every_verb_has_a_worked_example(cli, verb: str) -> None:
         (["show", "munbaa"], "did you mean 'munba'"),
         (["copy", "nothing", "x.yaml"], "unknown recipe"),
         (["check", "missing.yaml"], "no such recipe file"),
+        (["evaluate", "tiny-sd", "-o", "x.json"], "output is a folder, found x.json"),
         (["erase", "AC/DC"], "takes a concept without it"),
         (["erase", "AC/DC", "--kind", "style"], "takes a concept without it"),
         (["erase", "tiny_star_munba", "--images", "2"], "--images goes with concepts"),
