@@ -26,6 +26,7 @@ from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.reporting import run_results
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.utils import rendering
+from concept_eraser.utils.commands import erase_command, shell_command
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.path_redaction import clean, is_place, last, name_paths
 from concept_eraser.utils.provenance import version
@@ -184,8 +185,7 @@ def finished_run(folder: Path) -> tuple[Recipe, dict[str, Any]]:
         raise UserError(f"{folder} is no run folder (it has no recipe.yaml)")
     if not (folder / "done.json").is_file():
         raise UserError(
-            f"{folder} is not finished; continue with: concept-eraser erase "
-            f"{folder / 'recipe.yaml'} -o {folder} --resume"
+            f"{folder} is not finished; continue with: {erase_command(folder, '--resume')}"
         )
     summary = card_results.content(folder / "done.json")
     result_schema.require(summary, result_schema.DONE, folder / "done.json")
@@ -270,10 +270,10 @@ def _list_options(options: Mapping[str, Any]) -> str:
 
 def _commands(folder: Path, recipe: Recipe) -> dict[str, str]:
     """Return the commands for missing measurements. A suite measures one concept."""
-    suite_option = " --suite SUITE" if len(recipe.forgotten) > 1 else ""
+    suite = ("--suite", "SUITE") if len(recipe.forgotten) > 1 else ()
     return {
-        "evaluate": f"concept-eraser evaluate {_place(folder)}{suite_option}",
-        "attack": f"concept-eraser attack {_place(folder)} -a unlearn_diff{suite_option}",
+        "evaluate": shell_command("evaluate", _place(folder), *suite),
+        "attack": shell_command("attack", _place(folder), "-a", "unlearn_diff", *suite),
     }
 
 

@@ -33,7 +33,7 @@ from concept_eraser.storage.base_model import (
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_tensor_header, read_text
 from concept_eraser.utils import resources
-from concept_eraser.utils.commands import shell_command
+from concept_eraser.utils.commands import erase_command, shell_command
 from concept_eraser.utils.errors import UserError, first_line, quote, unknown
 from concept_eraser.utils.heap import own_pages
 from concept_eraser.utils.path_redaction import FILE_ON
@@ -545,6 +545,11 @@ def _configuration(name: str, token: str | None, chain: int = 0) -> str:
 def _from_folder(folder: Path, name: str, allow_pickle: bool) -> Model:
     index = folder / "model_index.json"
     if not index.is_file():
+        if (folder / resources.RECIPE).is_file() and not (folder / "done.json").is_file():
+            raise Incomplete(
+                f"{name} is a run that is not finished, so it holds no model; continue with: "
+                f"{erase_command(folder, '--resume')}"
+            )
         raise Incomplete(
             f"{name} is no diffusers pipeline: it has no model_index.json (found: "
             f"{', '.join(sorted(p.name for p in folder.iterdir())[:6]) or 'nothing'})"

@@ -109,6 +109,12 @@ def test_the_card_states_what_was_not_measured(bare: Path) -> None:
     assert text.count("**Not measured.**") == 2
 
 
+def test_a_command_of_the_card_can_be_pasted(bare: Path) -> None:
+    renamed = bare.rename(bare.with_name("no star"))
+    assert "concept-eraser evaluate 'runs/no star'\n" in concept_eraser.card(renamed)
+    assert "concept-eraser attack 'runs/no star' -a unl" in concept_eraser.card(renamed)
+
+
 def test_a_name_with_characters_of_markdown_is_shown_as_it_is(bare: Path) -> None:
     content = yaml.safe_load((bare / "recipe.yaml").read_text())
     content["forget"]["prompts"] = {"about": "a <b>|`x`|*y*", "prompts": ["a star", "stars"]}
@@ -350,9 +356,14 @@ def test_the_command(evaluated_run: Path, tmp_path: Path) -> None:
         CliRunner().invoke(app, ["card", str(evaluated_run), "-o", str(place)]).exception
     )
     os.truncate(place, 0)
-    (tmp_path / "recipe.yaml").write_text((evaluated_run / "recipe.yaml").read_text())
-    with pytest.raises(UserError, match="is not finished; continue with"):
-        concept_eraser.card(tmp_path)
+    unfinished = tmp_path / "my run"
+    unfinished.mkdir()
+    (unfinished / "recipe.yaml").write_text((evaluated_run / "recipe.yaml").read_text())
+    again = f"concept-eraser erase '{unfinished}/recipe.yaml' --output '{unfinished}' --resume"
+    for call in (concept_eraser.card, concept_eraser.load):
+        with pytest.raises(UserError, match="is not finished") as error:
+            call(unfinished)
+        assert str(error.value).endswith(f"; continue with: {again}")
     with pytest.raises(UserError, match="is no run folder"):
         concept_eraser.card(tmp_path / "nowhere")
 
