@@ -87,9 +87,9 @@ def batch(
         job_table.require_unchanged(share.of(jobs), output)
         if workers > 1:
             _run_workers(workers, table, output, model=model, measure=measure)
-            states = {job.name: job_table.state(job, output) for job in jobs}
+            states = {job.name: job_table.state(job, output, evaluated=measure) for job in jobs}
         else:
-            options = [] if measure else ["--no-evaluate"]
+            options = [] if measure else [job_table.NO_EVALUATION]
             states = job_table.run(share.of(jobs), output, report=typer.echo, options=options)
         failed = [name for name, state in states.items() if state != "finished"]
     typer.echo(f"summary: {job_table.write_summary(jobs, output)}")
@@ -108,7 +108,7 @@ def _run_workers(
 
     words = [sys.executable, "-m", "concept_eraser", "batch", str(table), "--output", str(output)]
     words += ["--model", model] if model else []
-    words += [] if measure else ["--no-evaluate"]
+    words += [] if measure else [job_table.NO_EVALUATION]
     processes = [
         subprocess.Popen([*words, "--worker", f"{index}/{count}"], env={**os.environ, **variables})
         for index, variables in enumerate(job_table.environments(count))

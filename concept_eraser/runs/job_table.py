@@ -35,6 +35,7 @@ from concept_eraser.utils.errors import Interrupted, UserError, names_text, quot
 COLUMNS = ("name", "concept", "recipe", "kind", "anchor", "model")
 STATUS, SUMMARY = "status", "summary.csv"
 INTERRUPTED = 130  # the exit code after Ctrl-C
+NO_EVALUATION = "--no-evaluate"
 _NAME = re.compile(r"\w[\w.-]*")
 _SUMMARY_COLUMNS = (
     "name",
@@ -215,7 +216,7 @@ def run(
     """
     states: dict[str, State] = {}
     for job in jobs:
-        states[job.name] = state(job, folder)
+        states[job.name] = state(job, folder, evaluated=NO_EVALUATION not in options)
         if states[job.name] == "finished":
             report(f"{job.name}: finished before")
             continue
@@ -243,17 +244,31 @@ def _run_one(job: TableJob, folder: Path, options: Sequence[str]) -> tuple[int, 
         code = INTERRUPTED
     seconds = time.monotonic() - start
     status = folder / STATUS / job.name
+    if code < 0:
+        text = f"error: the process was ended by the signal {-code}"
+        output += f"\n{text}{'; often there is not enough memory' if code == -9 else ''}\n".encode()
     write_bytes(status.with_name(f"{job.name}.txt"), output, overwrite=True)
     if code != INTERRUPTED:
-        content = {"words": list(job.words), "code": code, "seconds": round(seconds, 1)}
+        content = {
+            "words": list(job.words),
+            "code": code,
+            "seconds": round(seconds, 1),
+            "evaluated": NO_EVALUATION not in options,
+        }
         write_json(status.with_name(f"{job.name}.json"), content, overwrite=True)
     return code, seconds
 
 
-def state(job: TableJob, folder: Path) -> State:
+def state(job: TableJob, folder: Path, *, evaluated: bool = False) -> State:
     """Return the state of a row.
 
-    Raises UserError if the folder has the finished run of another command.
+    Args:
+        job: The row.
+        folder: The folder of the table.
+        evaluated: A row with concepts is finished only if it was evaluated too.
+
+    Raises:
+        UserError: The folder has the finished run of another command.
     """
     path = folder / STATUS / f"{job.name}.json"
     if not path.is_file():
@@ -268,6 +283,8 @@ def state(job: TableJob, folder: Path) -> State:
             f"the row {job.name!r} differs from the one that was erased as {folder / job.name}; "
             f"give it another name, or remove {path} and that folder"
         )
+    if evaluated and job.overrides is None and not content.get("evaluated", True):
+        return "not finished"
     return "finished" if (folder / job.name / "done.json").is_file() else "not finished"
 
 
