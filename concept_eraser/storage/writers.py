@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
@@ -74,8 +75,20 @@ def write_bytes(path: Path, content: bytes, *, overwrite: bool = False) -> None:
 
 
 def write_json(path: Path, content: Any, *, overwrite: bool = False) -> None:
-    """Write a value as JSON. Raises UserError as `write_file`."""
-    write_text(path, json.dumps(content, indent=1) + "\n", overwrite=overwrite)
+    """Write a value as JSON, with null for a number that is not finite.
+
+    Raises UserError as `write_file`.
+    """
+    write_text(path, json.dumps(finite(content), indent=1) + "\n", overwrite=overwrite)
+
+
+def finite(value: Any) -> Any:
+    """Return a value with None for each number that is not finite, since JSON has no nan."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def write_tensors(

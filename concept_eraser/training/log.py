@@ -13,7 +13,7 @@ from torch import Tensor
 
 from concept_eraser.methods.vectors import cosine
 from concept_eraser.storage.readers import read_lines
-from concept_eraser.storage.writers import append_line, write_growing
+from concept_eraser.storage.writers import append_line, finite, write_growing
 from concept_eraser.utils.devices import gpu_module
 
 
@@ -29,21 +29,12 @@ class Log:
         write_growing(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def write(self, row: dict[str, Any]) -> None:
-        append_line(self.path, _finite(row))
+        append_line(self.path, finite(row))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a log. A last line that a killed process cut off is left out."""
     return [row for row in read_lines(path) if isinstance(row.get("step"), int)]
-
-
-def _finite(value: Any) -> Any:
-    """Return null for a number that is not finite or not computed, since JSON has no nan."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list) else value
 
 
 def describe_gram(

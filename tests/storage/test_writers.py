@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import struct
 import subprocess
@@ -143,6 +144,14 @@ def test_a_killed_write_is_known_to_the_manifest(run_folder: Path) -> None:
     assert (run_folder / "weights").read_text() == "x"
     writers.write_text(run_folder / "weights", "y")
     assert manifest.verify(run_folder)[0].state == "intact"
+
+
+def test_json_has_null_for_a_number_that_is_not_finite(tmp_path: Path) -> None:
+    content = {"auc": math.nan, "table": [(math.inf, 0.5), {"low": -math.inf, "n": 3}], "ok": True}
+    writers.write_json(tmp_path / "a.json", content)
+    text = (tmp_path / "a.json").read_text()
+    expected = {"auc": None, "table": [[None, 0.5], {"low": None, "n": 3}], "ok": True}
+    assert json.loads(text, parse_constant=lambda name: name) == expected
 
 
 def test_equal_tensors_give_equal_bytes(tmp_path: Path) -> None:
