@@ -275,7 +275,7 @@ def _show_labelled(evaluation: Any) -> None:
         rates = [when["membership"][name] for when in measurements.values()]
         cells = [f"{rate['mia']:.1f} ({rate['attack']:.0f})" for rate in rates]
         table.add_row("MIA %", name, *cells, "")
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
     if evaluation.too_few:
         typer.echo(f"fewer than two examples, so left out: {', '.join(evaluation.too_few)}")
     if "table" in after:
@@ -311,7 +311,7 @@ def summarise(evaluation: Any) -> None:
         cells = [interval_text(value, percent) for value in (result.before, result.after)]
         title = result.metric + (" %" if percent else "")
         table.add_row(title, result.group, *cells, str(result.after.n))
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(table)
     if evaluation.second_opinion is not None:
         attribute = next(iter(evaluation.suite.concept))
@@ -337,7 +337,7 @@ def _show_gap(gap: Any) -> None:
 
     from concept_eraser.reporting.control_tables import gap_tables
 
-    console = Console()
+    console = Console(markup=False, emoji=False)
     for name in gap.models:
         console.print(f"control: {name}", highlight=False, soft_wrap=True)
     for rows in gap_tables(gap.as_dict()):
@@ -383,4 +383,4 @@ def compare(
         grid.add_column(column)
     for row in comparing.table(contents):
         grid.add_row(*row)
-    Console().print(grid)
+    Console(markup=False, emoji=False).print(grid)
