@@ -90,6 +90,7 @@ def warm() -> None:
     import matplotlib.figure  # noqa: F401
     import torch
     from diffusers import StableDiffusionPipeline  # noqa: F401
+    from transformers import AutoImageProcessor, CLIPImageProcessor  # noqa: F401
 
     import concept_eraser.api  # noqa: F401
     from concept_eraser.models import loading

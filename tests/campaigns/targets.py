@@ -779,6 +779,7 @@ FACE = {
     "threshold": 0.5,
 }
 PREPARATION = {
+    "image_processor_type": "CLIPImageProcessor",
     "size": {"shortest_edge": 256},
     "crop_size": {"height": 224, "width": 224},
     "do_center_crop": True,

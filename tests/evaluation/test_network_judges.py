@@ -223,30 +223,51 @@ def test_the_classifiers_images_are_prepared_as_transformers_does(artists: Path)
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    "content",
     [
-        ({"size": 224, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}, ((224, 224), None)),
-        (
-            {"size": {"shortest_edge": 224}, "crop_pct": 0.875, "do_normalize": False},
-            (256, 224),  # microsoft/resnet-50
-        ),
-        (
-            {
-                "size": {"shortest_edge": 256},
-                "do_center_crop": True,
-                "crop_size": {"height": 224, "width": 224},
-                "do_normalize": False,
-            },
-            (256, 224),
-        ),
+        {"feature_extractor_type": "ViTFeatureExtractor", "size": 32},  # a square
+        {"image_processor_type": "ViTImageProcessorFast", "do_normalize": False},
+        # as microsoft/resnet-50: the shorter side, and a crop
+        {"feature_extractor_type": "ConvNextFeatureExtractor", "size": 32, "crop_pct": 0.875},
+        {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 384}},
+        {"feature_extractor_type": "CLIPFeatureExtractor", "size": 32, "crop_size": 28},
+        {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 40}, "resample": 2},
     ],
 )
-def test_the_preparations_of_transformers(
-    content: dict[str, Any], expected: tuple[Any, Any], tmp_path: Path
+def test_images_are_prepared_as_by_every_processor_of_transformers(
+    content: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import AutoImageProcessor
+
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    images = torch.randint(0, 256, (2, 60, 47, 3), dtype=torch.uint8)
+    expected = AutoImageProcessor.from_pretrained(tmp_path)(
+        images=[Image.fromarray(image.numpy()) for image in images], return_tensors="pt"
+    )["pixel_values"]
+    preset = image_classifier.preparation(tmp_path)
+    own = base.resize_and_crop(next(base.batches(images)), **preset)
+    assert own.shape == expected.shape
+    # transformers rounds to bytes; another size or filter differs by more than 0.1
+    assert float((own - expected).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"size": 224, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},  # of no class
+        {"image_processor_type": "ViTImageProcessor", "resample": 0},  # nearest
+        {"image_processor_type": "ViTImageProcessor", "do_resize": False},
+        {"image_processor_type": "ViTImageProcessor", "rescale_factor": 1 / 127.5},
+        {"image_processor_type": "PoolFormerImageProcessor"},
+        {"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 32, "width": 24}},
+    ],
+)
+def test_images_that_would_be_prepared_otherwise_are_refused(
+    content: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
-    preset = image_classifier.preparation(tmp_path)
-    assert (preset["resize"], preset["crop"]) == expected
+    with pytest.raises(UserError, match="expected image_processor_type"):
+        image_classifier.preparation(tmp_path)
 
 
 def test_a_class_among_the_first_answers_counts(artists: Path) -> None:

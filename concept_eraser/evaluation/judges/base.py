@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -216,6 +216,7 @@ def resize_and_crop(
     crop: int | None,
     mean: Sequence[float],
     std: Sequence[float],
+    filter: Literal["bilinear", "bicubic"] = "bilinear",
 ) -> Tensor:
     """Resize, crop and normalise images [b, 3, h, w] in [0, 1], differentiably.
 
@@ -225,11 +226,14 @@ def resize_and_crop(
         crop: The side of the central square in pixels; None for the whole image.
         mean: The mean of each channel.
         std: The standard deviation of each channel.
+        filter: The interpolation, with antialiasing.
     """
-    from torchvision.transforms.v2 import functional
+    from torchvision.transforms.v2 import InterpolationMode, functional
 
     size = [resize] if isinstance(resize, int) else list(resize)
-    images = functional.resize(images, size, antialias=True)
+    images = functional.resize(images, size, InterpolationMode(filter), antialias=True)
+    if filter == "bicubic":
+        images = images.clamp(0, 1)  # the filter overshoots, and bytes cannot
     if crop is not None:
         images = functional.center_crop(images, [crop, crop])
     normalised: Tensor = functional.normalize(images, list(mean), list(std))

@@ -33,9 +33,12 @@ from concept_eraser.evaluation.judges.base import (
 )
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils import limits
-from concept_eraser.utils.errors import UserError, names_text, quote, unknown
+from concept_eraser.utils.errors import UserError, first_line, names_text, quote, unknown
 
 PROCESSOR = "preprocessor_config.json"
+_FILTERS = {2: "bilinear", 3: "bicubic"}  # by Pillow's number, which `resample` states
+_SCALE = 1 / 255  # of bytes
+_LARGE = 384  # pixels, from which on ConvNext's processor does not crop
 
 
 @dataclass(frozen=True)
@@ -161,38 +164,66 @@ class ImageClassifierJudge(NetworkJudge):
 def preparation(folder: Path) -> dict[str, Any]:
     """Read how images are resized and normalised from a folder's preprocessor_config.json.
 
+    transformers reads the file, because the class of the processor decides what it leaves out: the
+    filter, and whether `size: 224` is a square or the shorter side.
+
     Returns the arguments of `resize_and_crop`.
 
     Raises:
-        UserError: The file is missing, or has no size, mean and standard deviation.
+        UserError: The file is missing or damaged, or prepares images in another way.
     """
     path = folder / PROCESSOR
     if not path.is_file():
         raise UserError(f"{folder} has no {PROCESSOR}, which says how images are resized")
     content = read_json(path)
-    size, crop = content.get("size"), content.get("crop_size")
-    size = {"height": size, "width": size} if isinstance(size, int) else size
-    crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
-    normalised = content.get("do_normalize", True)
-    mean = content.get("image_mean") if normalised else [0.0] * 3
-    std = content.get("image_std") if normalised else [1.0] * 3
     try:
+        name, settings = _processor(folder)
+        if name.startswith("PoolFormer") or settings.get("do_resize") is not True:
+            raise ValueError
+        size, crop = settings["size"], settings.get("crop_size")
         edge = size.get("shortest_edge")
         resize: Any = (_side(size["height"]), _side(size["width"])) if edge is None else _side(edge)
-        side = _side(crop["height"]) if crop and content.get("do_center_crop", False) else None
-        ratio = content.get("crop_pct")
-        if ratio and edge is not None and crop is None:  # ConvNext and ResNet of transformers
-            resize, side = int(resize / limits.number(ratio, 0.1, 1)), resize
-        mean = [limits.number(one, -10, 10) for one in mean]
-        std = [limits.number(one, 1e-3, 10) for one in std]
-        if len(mean) != 3 or len(std) != 3:
+        side = _side(crop["height"]) if crop and settings.get("do_center_crop") else None
+        if side is not None and crop["width"] != side:
             raise ValueError
+        if name.startswith("ConvNext"):  # transformers: convnext/image_processing_convnext.py
+            if resize < _LARGE:
+                ratio = limits.number(settings["crop_pct"], 0.1, 1)
+                resize, side = int(resize / ratio), resize
+            else:
+                resize = (resize, resize)
+        is_normalised = bool(settings.get("do_normalize"))
+        mean, std = (
+            [limits.number(one, low, 10) for one in settings[key]] if is_normalised else [none] * 3
+            for key, low, none in (("image_mean", -10, 0.0), ("image_std", 1e-3, 1.0))
+        )
+        is_scaled = settings.get("do_rescale") is True
+        if len(mean) != 3 or len(std) != 3 or not is_scaled or settings["rescale_factor"] != _SCALE:
+            raise ValueError
+        filter_name = _FILTERS[int(settings["resample"])]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UserError(
-            f"{path} does not say how images are prepared: expected size, image_mean and "
-            f"image_std, found {quote(content)}"
+            f"{path} does not say how images are prepared, or in a way that this judge lacks: "
+            "expected image_processor_type, size, image_mean, image_std and a bilinear or bicubic "
+            f"filter, found {quote(content)}; give the folder of another classifier"
         ) from None
-    return {"resize": resize, "crop": side, "mean": mean, "std": std}
+    return {"resize": resize, "crop": side, "mean": mean, "std": std, "filter": filter_name}
+
+
+def _processor(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the name and the settings of a folder's image processor, with their defaults.
+
+    Raises ValueError where transformers cannot read it.
+    """
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        return type(processor).__name__, dict(processor.to_dict())
+    except Exception as error:  # transformers raises errors of many types
+        raise ValueError(first_line(error)) from None
 
 
 def _side(value: Any) -> int:
