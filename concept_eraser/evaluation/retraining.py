@@ -14,6 +14,7 @@ and that between two controls of different seeds.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
@@ -194,13 +195,19 @@ def _prediction_row(
         "group": group.name,
         "role": group.role,
         "time_steps": [round(level * erased_model.timesteps) for level in LEVELS],
-        "erased": asdict(mean_interval(erased, least=0.0)),
-        "original": asdict(mean_interval(unchanged, least=0.0)),
-        "between_controls": None if seeds is None else asdict(mean_interval(seeds, least=0.0)),
+        "erased": _mean(erased),
+        "original": _mean(unchanged),
+        "between_controls": None if seeds is None else _mean(seeds),
         "relative_to_original": _ratio(erased, unchanged),
         "relative_to_controls": None if seeds is None else _ratio(erased, seeds),
     }
     return row, {"after": erased, "before": unchanged}
+
+
+def _mean(distances: np.ndarray) -> dict[str, Any]:
+    """Return the mean of distances [n] with its interval, which is empty where all are equal."""
+    # without a finite limit, distances of zero would have the interval of counts
+    return asdict(mean_interval(distances, 0.0, sys.float_info.max))
 
 
 def _mean_distance(pairs: Iterable[tuple[Tensor, Tensor]]) -> np.ndarray:

@@ -80,8 +80,8 @@ def mcnemar(before: np.ndarray, after: np.ndarray) -> float:
 def signed_rank(differences: np.ndarray) -> float:
     """p-value of "no change" for paired differences of numbers [n].
 
-    The test is Wilcoxon's signed-rank test, two-sided, with ties by Pratt (1959). The p-value is 1
-    where all differences are zero.
+    The test is Wilcoxon's signed-rank test, two-sided. Differences of zero are ranked as in Pratt
+    (1959). The p-value is 1 where all differences are zero.
     """
     if not differences.any():
         return 1.0
@@ -103,7 +103,7 @@ def mean_interval(values: np.ndarray, least: float = -math.inf, most: float = ma
     from scipy.stats import t
 
     mean, scatter = float(values.mean()), float(values.std(ddof=1))
-    if scatter == 0:
+    if values.min() == values.max():  # their standard deviation may be rounding
         if least == 0 and mean == 0 and most == math.inf:
             return Interval(0.0, 0.0, -math.log(0.025) / n, n)
         return Interval(mean, math.nan, math.nan, n)

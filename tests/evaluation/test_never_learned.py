@@ -421,6 +421,7 @@ def test_an_unchanged_model_is_as_far_as_the_original(evaluated, shared_tiny, co
     assert row["between_controls"] is None is row["relative_to_controls"]
     row, _ = retraining._prediction_row(suite, group, [never, shared_tiny, never])
     assert row["erased"]["value"] == 0.0
+    assert np.isnan(row["erased"]["high"])  # equal predictions are no counts of zero
     assert row["relative_to_original"] is None
 
 

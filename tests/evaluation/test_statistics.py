@@ -147,6 +147,9 @@ def test_intervals_of_means_stay_within_bounds() -> None:
     assert stats.poisson.cdf(0, 8 * zero.high) == pytest.approx(0.025)
     assert math.isnan(statistics.mean_interval(np.ones(8), 0).high)
     assert math.isnan(statistics.mean_interval(np.zeros(8)).low)
+    for value in (0.1, 2 / 3, 0.7):  # numpy's deviation of 48 such values is not always 0
+        for n in (3, 7, 10, 48):
+            assert math.isnan(statistics.mean_interval(np.full(n, value)).high), (value, n)
 
 
 def test_two_are_enough_and_one_is_not() -> None:
