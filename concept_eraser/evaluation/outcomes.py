@@ -30,7 +30,9 @@ from concept_eraser.utils.errors import UserError
 DIGITS = 4  # of a probability
 BATCH = 32  # images whose probability of the concept is computed at once
 # metrics that follow from the columns of the expected and the predicted attributes
-_FROM_LABELS = ("concept_rate", "no_object_rate", "accuracy_", "ua", "ira", "cra")
+_FROM_LABELS = ("concept_rate", "no_object_rate", "ua", "ira", "cra")
+# the writer of CSV puts a text with one of these characters into quotes; no text has a null
+_LINE_END = "\0\r\n"
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]], *, overwrite: bool = False) -> None:
@@ -46,10 +48,11 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]], *, overwrite: bool = Fa
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     text = io.StringIO(newline="")
-    table = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    table = csv.DictWriter(text, columns, restval="", lineterminator=_LINE_END)
     table.writeheader()
     table.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    write_bytes(path, _compress(text.getvalue().encode()), overwrite=overwrite)
+    content = text.getvalue().replace(_LINE_END, "\n")
+    write_bytes(path, _compress(content.encode()), overwrite=overwrite)
 
 
 def _compress(content: bytes) -> bytes:
@@ -154,7 +157,9 @@ def rows_of_group(
         result.metric: result.per_image
         for result in results
         if result.group == group.name
-        and not result.metric.startswith(_FROM_LABELS)
+        and result.per_image
+        and result.metric not in _FROM_LABELS
+        and not result.metric.startswith("accuracy_")
         and all(len(values) == len(group.prompts) for values in result.per_image.values())
     }
     rows = []
