@@ -214,7 +214,7 @@ def load_or_generate(
             path = request.path(start)
             images = read(path)
             if images is None:
-                images = _sample(model, request, start)
+                images = sample_chunk(model, request, start)
                 keep(partial(write, path, images))
             images_by_start[start] = images
             progress(what, sum(map(len, images_by_start.values())), len(request.texts))
@@ -226,8 +226,11 @@ def load_or_generate(
     return torch.cat([chunk(start) for start in request.starts])
 
 
-def _sample(model: Model, request: ImageRequest, start: int) -> Tensor:
-    """Sample one chunk. Images of one guidance are sampled together."""
+def sample_chunk(model: Model, request: ImageRequest, start: int) -> Tensor:
+    """Sample one chunk of images [b, h, w, 3] uint8, without the cache.
+
+    Images of one guidance are sampled together.
+    """
     images: dict[int, Tensor] = {}
     for scale, rows in request.calls(start):
         new_images = model.sample(

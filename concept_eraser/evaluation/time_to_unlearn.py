@@ -80,7 +80,8 @@ def concept_rate_of(
 ) -> Callable[[], float]:
     """Make a function that measures the concept rate on `n` images of a suite's group.
 
-    The images are not stored, because no later run has these weights.
+    They are the suite's images, each with the seed and the guidance that its prompt states. They
+    are not stored, because no later run has these weights.
     """
     judge = suite.build_judge()
     ((attribute, value),) = suite.concept.items()
@@ -90,15 +91,10 @@ def concept_rate_of(
 
     def concept_rate() -> float:
         count = 0
-        for start in range(0, len(seeds), sampling.batch_size):
-            part = slice(start, start + sampling.batch_size)
-            images = model.sample(
-                rows.texts[part],
-                seeds=seeds[part],
-                steps=sampling.steps,
-                guidance=sampling.guidance,
-                autocast=sampling.autocast,
-            )
+        # the fingerprint is of the cache's key only, and nothing is cached
+        request = generate.request_images(model, rows.prompts, seeds, sampling, weights="watched")
+        for start in request.starts:
+            images = generate.sample_chunk(model, request, start)
             count += int((judge.classify(images)[attribute] == value).sum())
             progress("watching", min(start + sampling.batch_size, len(seeds)), len(seeds))
         return count / len(seeds)

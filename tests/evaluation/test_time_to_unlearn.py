@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from concept_eraser import api
-from concept_eraser.evaluation.time_to_unlearn import Watch, crossing
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.time_to_unlearn import Watch, concept_rate_of, crossing
 from concept_eraser.storage import output_folder
 from concept_eraser.utils.errors import UserError
 from tests.conftest import short
@@ -68,6 +69,21 @@ def test_watching_changes_no_weights_and_records_the_time(tmp_path: Path) -> Non
     )  # the original model shows the concept
     # the time of the measurements is not counted
     assert summary["measurements"][-1]["seconds"] == pytest.approx(watch_run.seconds, abs=0.01)
+
+
+def test_the_watched_images_are_those_of_the_suite(shared_tiny, tmp_path: Path) -> None:
+    """A prompt's own seed and guidance count, as in an evaluation."""
+    rows = [{"text": "a red star", "seed": i, "guidance": 0 if i % 2 else 5} for i in range(12)]
+    suite = suites.load(
+        {
+            "concept": {"shape": "star"},
+            "sampling": {"steps": 4, "batch_size": 8, "guidance": 5},
+            "groups": {"direct": {"prompts": {"prompts": rows}, "role": "forget", "n": 12}},
+        }
+    )
+    images = suites.generate_group(shared_tiny, suite, "direct", "before", cache=tmp_path)
+    stars = (suite.build_judge().classify(images)["shape"] == "star").mean()
+    assert concept_rate_of(shared_tiny, suite, "direct", 12)() == stars < 1
 
 
 def test_a_group_that_the_suite_does_not_have(tmp_path: Path) -> None:
