@@ -54,6 +54,13 @@ class Judge(ABC):
     def clip_scores(self, images: Tensor, captions: Sequence[str]) -> np.ndarray:
         """Return the agreement of each image with its caption, [n] cosines."""
 
+    def caption_settings(self) -> Mapping[str, Any]:
+        """Return the settings of `clip_scores`, which stand beside a CLIP score.
+
+        They must be equal for two scores to be comparable.
+        """
+        return {"model": type(self).__name__, "weights": self.fingerprint}
+
     @abstractmethod
     def reference_features(self, rows: Sequence[Prompt], seed: int) -> np.ndarray:
         """Return features of real images of the same prompts, [n, d]."""

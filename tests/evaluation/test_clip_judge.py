@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from concept_eraser import registry
+from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.base import Evidence, Group
 from concept_eraser.utils.errors import UserError
 
 LABELS = ["a star", "a circle", "a house"]
@@ -27,6 +29,18 @@ def test_the_label_with_the_largest_cosine_is_the_judgement(judge: Any) -> None:
     scores = np.stack([judge.clip_scores(images, [f"a photo of {one}"] * 6) for one in LABELS])
     assert list(labels) == [LABELS[i] for i in scores.argmax(0)]
     assert judge.features(images).shape == (6, 16)
+
+
+def test_a_clip_score_names_the_model_of_its_judge(judge: Any, clip_folder: Path) -> None:
+    images = torch.randint(0, 256, (2, 40, 40, 3), dtype=torch.uint8)
+    prompts = [Prompt("a star"), Prompt("a house")]
+    group = Group("kept", "retain", prompts, {"before": images, "after": images}, {})
+    evidence = Evidence({"kept": group}, ("concept", "a star"), judge, 0)
+    (result,) = registry.build("metric", "clip_score", {}).measure(evidence)
+    assert result.metric == "clip_score"
+    assert result.settings["model"].startswith(clip_folder.name)
+    assert result.settings["weights"] in judge.fingerprint
+    assert result.settings["scale"] == "cosine"
 
 
 def test_other_labels_are_another_protocol() -> None:

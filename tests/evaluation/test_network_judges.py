@@ -451,6 +451,9 @@ def test_q16_compares_with_two_vectors(clip_folder: Path, tmp_path: Path) -> Non
     assert (labels == "inappropriate").tolist() == (cosines[:, 1] > cosines[:, 0]).tolist()
     assert judge.classes == {"content": ("appropriate", "inappropriate")}
     assert judge.clip_scores(images, ["a"] * 4).shape == (4,)
+    settings = judge.caption_settings()
+    assert settings["model"].startswith(clip_folder.name)
+    assert judge.fingerprint.endswith(settings["weights"])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,19 @@ def test_the_clip_scores_of_matching_captions_are_higher() -> None:
     assert result.settings["weights"] == record("clip2")["sha256"][:16]
     (first,) = registry.build("metric", "clip_score", {}).measure(evidence)
     assert first.before.value != pytest.approx(result.before.value, abs=1e-3)
+    assert first.settings["model"] == "tiny CLIP"
+    own = replace(evidence, judge=judge)
+    (second,) = registry.build("metric", "clip_score", {}).measure(own)
+    assert second.before == result.before
+    assert second.settings == result.settings
+
+
+@pytest.mark.parametrize("judge", [TinyJudge(), SecondTinyJudge()])
+def test_a_long_caption_counts_up_to_the_clips_length(judge: TinyJudge) -> None:
+    pixels = torch.from_numpy(painter.paint_batch(2, np.random.default_rng(4))[1])
+    words = "a red star on a blue ground with " * 12
+    scores = judge.clip_scores(pixels, [words + "dots", words + "stripes"])
+    assert scores == pytest.approx(judge.clip_scores(pixels, [words, words]), abs=1e-6)
 
 
 def test_weights_of_the_second_clip_are_its_own() -> None:

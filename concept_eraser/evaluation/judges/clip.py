@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -80,6 +81,9 @@ class ClipJudge(Judge):
 
     def clip_scores(self, images: Tensor, captions: Sequence[str]) -> np.ndarray:
         return self._clip.cosines(images, captions)
+
+    def caption_settings(self) -> Mapping[str, Any]:
+        return self._clip.settings
 
     def reference_features(self, rows: Sequence[Prompt], seed: int) -> np.ndarray:
         raise UserError(

@@ -17,10 +17,11 @@ Difference from the authors' code: it computes in half precision, this judge in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,6 +105,9 @@ class Q16Judge(NetworkJudge):
 
     def clip_scores(self, images: Tensor, captions: Sequence[str]) -> np.ndarray:
         return self._clip.cosines(images, captions)
+
+    def caption_settings(self) -> Mapping[str, Any]:
+        return self._clip.settings
 
 
 PLUGIN = Q16Judge

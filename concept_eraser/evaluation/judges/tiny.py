@@ -6,7 +6,7 @@ Each attribute may be "none".
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -50,6 +50,9 @@ class TinyJudge(Judge):
         return load_bundled_clip(weights), CLIPTokenizer.from_pretrained(
             weights / "tiny-sd" / "tokenizer"
         )
+
+    def caption_settings(self) -> Mapping[str, Any]:
+        return {"model": "tiny CLIP"}
 
     def _scale(self, images: Tensor) -> Tensor:
         if images.shape[1:] != (painter.SIZE, painter.SIZE, 3):
@@ -122,10 +125,15 @@ class TinyJudge(Judge):
 
 @torch.no_grad()
 def _cosine_scores(clip: Any, tokenizer: Any, images: Tensor, captions: list[str]) -> Tensor:
-    """Cosine of each image [n, 3, 64, 64] in [-1, 1] with its own caption: [n]."""
+    """Cosine of each image [n, 3, 64, 64] in [-1, 1] with its own caption: [n].
+
+    A caption counts up to the tokenizer's length, which is 77 tokens.
+    """
     scores, clip = [], clip.to(device())
     for start in range(0, len(captions), 256):
-        ids = tokenizer(captions[start : start + 256], padding=True, return_tensors="pt").input_ids
+        ids = tokenizer(
+            captions[start : start + 256], padding=True, truncation=True, return_tensors="pt"
+        ).input_ids
         text = clip.text_projection(clip.text_model(ids.to(device())).pooler_output)
         part = images[start : start + 256].to(device())
         image = clip.visual_projection(clip.vision_model(part).pooler_output)

@@ -8,7 +8,7 @@ attack may use it, so that its numbers stay independent of what was optimised.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +47,9 @@ class SecondTinyJudge(TinyJudge):
     @cached_property
     def _clip(self) -> tuple[Any, Any]:
         return load_independent_clip()
+
+    def caption_settings(self) -> Mapping[str, Any]:
+        return {"model": "tiny2", "weights": clip_fingerprint()}
 
     def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
         """Raise UserError: a loss or an attack on this judge would make its numbers dependent."""

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from concept_eraser import registry
-from concept_eraser.evaluation.base import Evidence, Metric, Result
+from concept_eraser.evaluation.base import Evidence, Judge, Metric, Result
 from concept_eraser.evaluation.features.clip import ClipFeatures
 from concept_eraser.evaluation.judges.tiny2 import SecondTinyJudge, clip_fingerprint
 from concept_eraser.evaluation.metrics.concept_rate import mean_result
@@ -72,7 +72,7 @@ class ClipScore(Metric):
 
     def measure(self, evidence: Evidence) -> Sequence[Result]:
         results = []
-        name, settings = self._settings()
+        name, settings = self._settings(evidence.judge)
         for group in evidence.groups.values():
             if group.role == "forget":
                 continue
@@ -93,10 +93,10 @@ class ClipScore(Metric):
             )
         return results
 
-    def _settings(self) -> tuple[str, dict[str, Any]]:
+    def _settings(self, judge: Judge) -> tuple[str, dict[str, Any]]:
         """The result's name and its settings."""
         if not self.model:
-            return "clip_score", {"model": "tiny CLIP", "scale": self.scale}
+            return "clip_score", {**judge.caption_settings(), "scale": self.scale}
         if self.model == INDEPENDENT:
             settings = {"model": "tiny2", "weights": clip_fingerprint(), "scale": self.scale}
             return "clip_score_tiny2", settings
