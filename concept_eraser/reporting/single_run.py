@@ -107,7 +107,10 @@ def _different_image(
 
 
 def verdict(evaluation: PromptEvaluation) -> str:
-    """Write one sentence about the erasure and its cost."""
+    """Write one sentence about the erasure and its cost.
+
+    The concept rates after and before are those of one group, that with the largest rate after.
+    """
     attribute, value = next(iter(evaluation.suite.concept.items()))
     shares = _of_role(evaluation, "forget", "concept_rate")
     retain_results = _of_role(evaluation, "retain", f"accuracy_{attribute}")
@@ -115,10 +118,11 @@ def verdict(evaluation: PromptEvaluation) -> str:
         return "This suite has no forget group, so it cannot measure an erasure."
     worst = max(shares, key=lambda r: r.after.value)
     after, group = worst.after, repr(worst.group)
-    before = max(r.before.value for r in shares if r.before)
+    original = max(r.before.value for r in shares if r.before)
+    before = worst.before.value if worst.before else original
     concept, before_text = f"The {attribute} {value!r}", f"({before:.0%} before)"
-    if before < 0.5:
-        text = f"The original model itself rarely generates {value!r} ({before:.0%}), "
+    if original < 0.5:
+        text = f"The original model itself rarely generates {value!r} ({original:.0%}), "
         text += "so its erasure cannot be measured"
     elif after.high <= 0.1:
         text = f"{concept} is erased: its concept rate is {after.value:.1%} {before_text}"

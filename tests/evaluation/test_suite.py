@@ -205,6 +205,20 @@ def test_verdicts(hits: int, n: int, message: str) -> None:
     assert re.search(message, single_run.verdict(evaluation))
 
 
+def test_a_verdict_compares_the_rates_of_one_group() -> None:
+    rates = [
+        Result("concept_rate", group, wilson(after, 100), "lower", wilson(before, 100))
+        for group, before, after in (("direct", 98, 2), ("synonyms", 60, 40))
+    ]
+    groups = {
+        g: {"prompts": ["a star"], "role": "forget", "n": 100} for g in ("direct", "synonyms")
+    }
+    suite = suites.load({"concept": {"shape": "star"}, "groups": groups})
+    evaluation = suites.PromptEvaluation(suite, {}, rates, {}, {}, "judge", {})
+    expected = "was not erased: its concept rate is 40.0% in 'synonyms' (60% before)"
+    assert expected in single_run.verdict(evaluation)
+
+
 def test_unlearn_canvas_by_hand() -> None:
     """Four prompts for stars, one of which still shows a star, and three prompts for houses.
 
