@@ -272,6 +272,16 @@ def test_unlearn_canvas_by_hand() -> None:
     assert (results["ira"].before.value, results["ira"].after.value) == (1, pytest.approx(2 / 3))
     assert (results["cra"].before.value, results["cra"].after.value) == (1, pytest.approx(2 / 3))
     assert results["cra"].difference.value == pytest.approx(-1 / 3)
+    # values that the judge has no class for count as little as they do in `accuracy`
+    unknown = [{"shape": "lighthouse", "color": "pink"}] * 3
+    fields = [*[{"shape": "house", "color": "blue"}] * 3, *unknown]
+    labels = (["house", "tree", "house", *["tree"] * 3], ["blue", "blue", "red", *["red"] * 3])
+    mixed = Evidence(
+        {"rest": group("rest", "retain", fields, *labels)}, ("shape", "star"), Two(), 0
+    )
+    again = {r.metric: r for r in UnlearnCanvas().measure(mixed)}
+    assert again["ira"].after == results["ira"].after
+    assert again["cra"].after == results["cra"].after
     with pytest.raises(UserError, match="colour"):
         UnlearnCanvas(cross="colour").measure(Evidence({}, ("shape", "star"), Two(), 0))
 

@@ -9,11 +9,12 @@ The three numbers measure forgetting, retention in the domain, and retention acr
 UnlearnCanvas has two domains, styles and objects. With `cross` the other domain is one attribute.
 
 UA counts an image without an object as unlearned; read it with `no_object_rate` (concept_rate).
+A value that the judge has no class for counts in neither IRA nor CRA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -57,10 +58,17 @@ class UnlearnCanvas(Metric):
                     )
                 )
             elif group.role == "retain":
-                results += self._retention(group, attribute, [self.cross] if self.cross else others)
+                crossed = [self.cross] if self.cross else others
+                results += self._retention(group, evidence.judge.classes, attribute, crossed)
         return results
 
-    def _retention(self, group: Group, attribute: str, others: list[str]) -> list[Result]:
+    def _retention(
+        self,
+        group: Group,
+        classes: Mapping[str, Sequence[str]],
+        attribute: str,
+        others: list[str],
+    ) -> list[Result]:
         expected = {
             a: np.array([prompt.fields.get(a, "") for prompt in group.prompts])
             for a in (attribute, *others)
@@ -70,7 +78,7 @@ class UnlearnCanvas(Metric):
             for when in ("before", "after")
         }
         results = []
-        has_value = expected[attribute] != ""
+        has_value = np.isin(expected[attribute], list(classes[attribute]))
         if has_value.sum() >= 2:
             results.append(
                 share_result(
@@ -81,7 +89,8 @@ class UnlearnCanvas(Metric):
                     better="higher",
                 )
             )
-        has_values = np.array([expected[a] != "" for a in others])  # [attributes, images]
+        # [attributes, images]
+        has_values = np.array([np.isin(expected[a], list(classes[a])) for a in others])
         rows = has_values.any(0) if len(others) else np.zeros(len(has_value), bool)
         if rows.sum() >= 2:
             parts = {
