@@ -263,7 +263,9 @@ def _read(path: Path) -> list[Prompt]:
         return _of_table(path, {})
     mistakes = _Mistakes()
     if path.suffix.lower() == ".txt":
-        lines = (line.strip() for line in read_text(path).splitlines() if not line.startswith("#"))
+        # str.splitlines would also split a prompt at rare characters such as U+2028
+        all_lines = re.split(r"\r\n|\r|\n", read_text(path))
+        lines = (line.strip() for line in all_lines if not line.startswith("#"))
         rows = mistakes.all(_row, filter(None, lines), "prompt")
         mistakes.require_none(str(path))
         return rows

@@ -99,6 +99,8 @@ def test_rows_and_plain_text(tmp_path: Path) -> None:
     assert prompts.load({"prompts": [{"text": ""}]}).prompts == (Prompt(""),)
     lines = prompts.load(write(tmp_path, "# comment\na tench\n\n a church \n", "set.txt"))
     assert lines.texts == ["a tench", "a church"]
+    odd = "a\u2028tench\r\na\x85church\ra\x0cstar, red\n"  # three lines, as editors count
+    assert len(prompts.load(write(tmp_path, odd, "odd.txt"))) == 3
 
 
 @pytest.mark.parametrize(
