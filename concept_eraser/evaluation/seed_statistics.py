@@ -211,7 +211,8 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
         return values
     missing = np.isnan(values)
     if ((values < 0) | (values > 1))[~missing].any():
-        raise UserError(f"p-values must be from 0 to 1, found {values.min()} to {values.max()}")
+        least, most = np.nanmin(values), np.nanmax(values)
+        raise UserError(f"p-values must be from 0 to 1, found {least} to {most}")
     with import_from_extra("statistics", "Holm's correction"):
         from statsmodels.stats.multitest import multipletests
     corrected = np.asarray(multipletests(np.where(missing, 1.0, values), method="holm")[1])

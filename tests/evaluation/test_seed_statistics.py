@@ -143,6 +143,8 @@ def test_holm_has_the_known_answers() -> None:
     assert math.isnan(second)
     with pytest.raises(UserError, match="from 0 to 1"):
         statistics.holm([1.2, 0.1])
+    with pytest.raises(UserError, match=r"found -0\.5 to 0\.1"):
+        statistics.holm([-0.5, math.nan, 0.1])
 
 
 def test_a_table_is_corrected_for_all_its_rows() -> None:
