@@ -154,6 +154,9 @@ def errata(repository: str) -> str:
         ("Methods", "methods"),
         ("Losses", "losses"),
         ("Attacks", "evaluation/attacks"),
+        ("Judges", "evaluation/judges"),
+        ("Features", "evaluation/features"),
+        ("Metrics", "evaluation/metrics"),
     ):
         parts.append(f"### {title}")
         for path in sorted((ROOT / "concept_eraser" / folder).glob("*.py")):

@@ -8,7 +8,9 @@ image is resized to 299 x 299, and the port of the 2015 network:
   NVIDIA's TorchScript file
 * legacy_pytorch     torch's bilinear without antialiasing; pytorch-fid's file
 
-Difference from clean-fid: this package never downloads missing weights.
+Differences from clean-fid: this package never downloads missing weights. It reads transparency as
+white, which clean-fid drops, and rotates an image as its file states. It refuses FID where the
+images are not more than the features, which are 2,048.
 """
 
 from __future__ import annotations

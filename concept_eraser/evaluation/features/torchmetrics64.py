@@ -1,8 +1,13 @@
 """The 64 features of torchmetrics' `FrechetInceptionDistance(feature=64)`.
 
-The scripts of SalUn and MUNBa report FID on them. They are the mean activations of Inception's
-first pooling. They are low-level, so the distances are small (about 1) and depend little on
-content. They are comparable with no other FID and have a separate name, `fid_torchmetrics64`.
+The scripts of SalUn and MUNBa name them. They are the mean activations of Inception's first
+pooling. They are low-level, so the distances are small and depend little on content. They are
+comparable with no other FID and have a separate name, `fid_torchmetrics64`.
+
+Difference from SalUn's script (OPTML-Group/Unlearn-Saliency, SD/eval-scripts/compute-fid.py, lines
+10-11, and dataset.py, lines 23-30): it scales images to [-1, 1] and then converts these numbers to
+bytes. So black becomes 255, white 1, and every other value 0. Here the network sees the images
+themselves. A number of that script is not comparable with one of this package.
 """
 
 from __future__ import annotations

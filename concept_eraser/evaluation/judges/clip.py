@@ -3,6 +3,9 @@
 Source: arXiv 2103.00020, section 3.1. Each label is written into "a photo of {}" and its text
 embedding is compared with the image's. The label with the largest cosine is the judgement. The
 labels are part of the protocol: with other labels the same image may be judged otherwise.
+
+Difference from MACE's CLIP accuracy (Shilin-LU/MACE, metrics/evaluate_clip_accuracy.py): the script
+writes "a photo of the {}" and averages the probability of the label.
 """
 
 from __future__ import annotations

@@ -19,6 +19,10 @@ uses: it depends on the network.
 person. NudeNet detects the faces, since the package needs it anyway. The largest face is cut out
 with a margin of a fifth. The attribute is `name`. Its values are the people, `unknown` for another
 face, and `none` for an image without a face.
+
+Differences from MACE's script (Shilin-LU/MACE, metrics/evaluate_by_GCD.py): the script takes the
+first face and the most probable of its celebrities, without a threshold. Its accuracy leaves out
+images without a face. Its counterpart is the concept rate over one minus the no-object rate.
 """
 
 from __future__ import annotations

@@ -4,7 +4,10 @@ Scales in use: the cosine itself; x100, CLIP's logits before their softmax (MACE
 al.'s 2.5 max(cosine, 0). Without `model` the score uses the judge's own CLIP, under the name
 `clip_score`. The bundled judge's own CLIP contains the text encoder of the bundled pipeline. With
 `model: tiny2` the score uses the bundled second CLIP, of which no pipeline has a part, under the
-name `clip_score_tiny2`. With another `model` it uses open_clip, under `clip_score_open_clip`.
+name `clip_score_tiny2`. With another `model` it uses open_clip, under `clip_score_open_clip`. A
+prompt counts up to the length of CLIP's text encoder, which is 77 tokens.
+
+Difference from Hessel et al.: no prefix "A photo depicts" stands before the prompt.
 """
 
 from __future__ import annotations
