@@ -55,23 +55,22 @@ def table(name: str) -> str:
 def _shares(content: dict[str, Any]) -> tuple[float, float] | None:
     """Return the concept rate and the retain accuracy of the erased model, in percent.
 
-    Returns None if they were not measured, or the content is damaged.
+    The retain accuracy is that of the concept's attribute. Returns None if they were not measured,
+    or the content is damaged.
     """
     try:
         rows = {
             (str(r["metric"]), str(r["group"])): r["after"]["value"]
             for r in content.get("results", [])
         }
-    except (TypeError, KeyError, AttributeError):
+        (attribute,) = content["protocol"]["concept"]
+    except (TypeError, KeyError, AttributeError, ValueError):
         return None
     concept_rate = _number(rows.get(("concept_rate", "direct")))
-    accuracies = [
-        _number(v)
-        for (metric, group), v in rows.items()
-        if group == "retained" and metric.startswith("accuracy")
-    ]
-    finite = [value for value in accuracies if value is not None]
-    return None if concept_rate is None or not finite else (100 * concept_rate, 100 * finite[0])
+    accuracy = _number(rows.get((f"accuracy_{attribute}", "retained")))
+    return (
+        None if concept_rate is None or accuracy is None else (100 * concept_rate, 100 * accuracy)
+    )
 
 
 def _number(value: Any) -> float | None:

@@ -403,6 +403,20 @@ def test_results_are_those_of_the_repository(desk: Desk) -> None:
     assert "star" in results.runs_table(desk)
 
 
+def test_the_retain_accuracy_is_that_of_the_concepts_attribute() -> None:
+    rates = {"concept_rate": 0.1, "accuracy_shape": 0.5, "accuracy_color": 0.75}
+    rows = [
+        {"metric": metric, "group": group, "after": {"value": value}}
+        for metric, value in rates.items()
+        for group in ("direct", "retained")
+    ]
+    content = {"protocol": {"concept": {"color": "blue"}}, "results": rows}
+    assert results._shares(content) == (10.0, 75.0)
+    assert results._shares({**content, "protocol": {"concept": {"style": "flat"}}}) is None
+    for damaged in ({}, {"protocol": 3}, {"protocol": {"concept": {}}}):
+        assert results._shares({"results": rows, **damaged}) is None
+
+
 def test_the_table_of_runs_has_a_column_for_controls_where_there_are_any(
     desk: Desk, tmp_path: Path
 ) -> None:
