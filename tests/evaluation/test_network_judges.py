@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,20 @@ def test_images_that_would_be_prepared_otherwise_are_refused(
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="expected image_processor_type"):
         image_classifier.preparation(tmp_path)
+
+
+def test_another_preparation_is_another_judge(artists: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(artists, copy)
+    one, other = (
+        registry.build("judge", "image_classifier", {"folder": str(folder)})
+        for folder in (artists, copy)
+    )
+    assert one.fingerprint == other.fingerprint
+    path = copy / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "resample": 3}))
+    changed = registry.build("judge", "image_classifier", {"folder": str(copy)})
+    assert changed.fingerprint != one.fingerprint
 
 
 def test_a_class_among_the_first_answers_counts(artists: Path) -> None:

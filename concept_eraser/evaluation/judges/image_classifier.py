@@ -32,7 +32,7 @@ from concept_eraser.evaluation.judges.base import (
     weights_hash,
 )
 from concept_eraser.storage.readers import read_json
-from concept_eraser.utils import limits
+from concept_eraser.utils import limits, provenance
 from concept_eraser.utils.errors import UserError, first_line, names_text, quote, unknown
 
 PROCESSOR = "preprocessor_config.json"
@@ -113,7 +113,9 @@ class ImageClassifierJudge(NetworkJudge):
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]
-        return f"classifier-{weights_hash(self._folder)}"
+        # the same weights judge otherwise with other names or images prepared otherwise
+        rest = provenance.fingerprint([self._labels, self._preset])
+        return f"classifier-{weights_hash(self._folder)}-{rest[:8]}"
 
     @cached_property
     def _net(self) -> Any:
@@ -183,9 +185,11 @@ def preparation(folder: Path) -> dict[str, Any]:
         size, crop = settings["size"], settings.get("crop_size")
         edge = size.get("shortest_edge")
         resize: Any = (_side(size["height"]), _side(size["width"])) if edge is None else _side(edge)
-        side = _side(crop["height"]) if crop and settings.get("do_center_crop") else None
-        if side is not None and crop["width"] != side:
-            raise ValueError
+        side = None
+        if crop and settings.get("do_center_crop"):
+            side = _side(crop["height"])
+            if crop["width"] != side:
+                raise ValueError
         if name.startswith("ConvNext"):  # transformers: convnext/image_processing_convnext.py
             if resize < _LARGE:
                 ratio = limits.number(settings["crop_pct"], 0.1, 1)
