@@ -14,6 +14,7 @@ from concept_eraser.data.labelled import Labelled, open_data, rest_of
 from concept_eraser.evaluation.base import Evaluation, Result
 from concept_eraser.evaluation.labelled import classification, reconstruction
 from concept_eraser.evaluation.statistics import Interval
+from concept_eraser.evaluation.suite import dumps
 from concept_eraser.models.base import Loaded, ModelSource, onto_gpu
 from concept_eraser.models.families.clip import Clip
 from concept_eraser.models.loading import load_part, names_code
@@ -22,7 +23,7 @@ from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.keywords import LabelledData, LabelledSet
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_tensors
-from concept_eraser.storage.writers import write_json
+from concept_eraser.storage.writers import write_text
 from concept_eraser.targets.labelled_data import open_named, select_rows
 from concept_eraser.utils import provenance as environment
 from concept_eraser.utils import resources
@@ -64,7 +65,8 @@ class LabelledEvaluation(Evaluation):
         }
 
     def save(self, path: Path, *, overwrite: bool = False) -> None:
-        write_json(path, self.as_dict(), overwrite=overwrite)
+        # a test set without the forgotten classes has no AUC: nan, which JSON does not have
+        write_text(path, dumps(self.as_dict()), overwrite=overwrite)
 
 
 def measure(

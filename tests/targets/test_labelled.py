@@ -295,6 +295,29 @@ def test_a_run_from_memory_is_measured_with_its_objects(tmp_path: Path) -> None:
     assert evaluation.find("psnr", "forget") is None
 
 
+def test_a_number_that_is_not_defined_is_null_in_the_file(tmp_path: Path) -> None:
+    """The test set has no example of the forgotten examples' class, so there is no AUC."""
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((60, 5)).astype(np.float32)
+    data, net = (inputs, np.arange(60) % 3), nn.Linear(5, 3)
+    test = inputs[:40], np.arange(40) % 2
+    run = api.erase(
+        model=net,
+        target="classifier",
+        forget={"data": data, "indices": [2, 5, 8], "loss": "relabel"},
+        retain="rest",
+        training=SHORT,
+        output=tmp_path,
+    )
+    evaluation = api.evaluate(
+        run.folder, after=net, data={"forget": data, "test": test}, output=tmp_path
+    )
+    assert np.isnan(evaluation.measurements["after"]["table"]["auc"])
+    text = (tmp_path / "evaluation.json").read_text()
+    assert "NaN" not in text
+    assert '"auc": null' in text
+
+
 def test_a_function_that_makes_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mynet.py").write_text(
