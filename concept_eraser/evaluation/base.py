@@ -25,6 +25,8 @@ class Judge(ABC):
     reads_captions: ClassVar[bool] = True  # whether it has clip_scores
     # whether it only reports: no setting may be selected by it, and no loss or attack may use it
     only_reports: ClassVar[bool] = False
+    # what its reference images are, which stands beside a distance from them
+    references: ClassVar[str] = "the judge's images of the same prompts"
 
     def probability(self, images: Tensor, attribute: str, value: str) -> Tensor:
         """Return the probabilities [n] that images show a value, differentiable.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from concept_eraser.data.images import read_image
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation import statistics
 from concept_eraser.evaluation import suite as suites
-from concept_eraser.evaluation.base import Evidence, Group, Refused, Result
+from concept_eraser.evaluation.base import Evidence, Group, Judge, Refused, Result
 from concept_eraser.evaluation.features.base import Memory, image_hash
 from concept_eraser.evaluation.features.clip import ClipFeatures
 from concept_eraser.evaluation.features.inception import PYTORCH, TORCHSCRIPT, Inception
@@ -245,6 +245,13 @@ def test_the_judges_fid_follows_its_definition(rendered_images: dict[str, Tensor
         expected = statistics.frechet_of_features(judge.features(rendered_images[name]), reference)
         assert getattr(results["fid_judge"], when).value == expected
     assert results["fid_judge"].settings["reference"] == "painted images of the same prompts"
+
+    class Photographer(TinyJudge):
+        references = Judge.references
+
+    own = replace(images_evidence, judge=Photographer())
+    (first, *_) = registry.build("metric", "fid", {}).measure(own)
+    assert first.settings["reference"] == "the judge's images of the same prompts"
     assert (
         FID().measure(evidence(rendered_images["one"], rendered_images["one"], "neighbour")) == []
     )

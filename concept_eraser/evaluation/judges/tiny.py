@@ -32,6 +32,7 @@ class TinyJudge(Judge):
 
     classes = CLASSES
     name: ClassVar[str] = "tiny"
+    references: ClassVar[str] = "painted images of the same prompts"
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]

@@ -176,10 +176,10 @@ class FID(Metric):
         if isinstance(features, JudgeFeatures):
             return evidence.judge.reference_features(
                 group.prompts, evidence.seed
-            ), "painted images of the same prompts"
+            ), evidence.judge.references
         return features.extract(
             evidence.judge.reference_images(group.prompts, evidence.seed)
-        ), "painted images of the same prompts"
+        ), evidence.judge.references
 
 
 PLUGIN = FID
