@@ -305,6 +305,10 @@ class Model(Loaded):
             weights: Replacements of some of the denoiser's parameters.
         """
 
+    def branches(self, guidance: float) -> int:
+        """Return how many predictions `guide` needs for one image."""
+        return 2 if guidance > 1 else 1
+
     @abstractmethod
     def time_grid(self, steps: int) -> list[int]:
         """Return the time steps of a sampler with so many steps, the noisiest first.

@@ -731,7 +731,14 @@ def test_attacks_that_sample_by_themselves_follow_the_family(
     sampler = Trajectory(scene)
     noise, condition = noise_for(scene, scene.live), model.encode(texts(name))
     null = model.null().repeat(2)
+    rows: list[int] = []
+    hook = model.denoiser.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(next(iter(kwargs.values())))),
+        with_kwargs=True,
+    )
     x = sampler.run(noise, condition, stop=1)
+    hook.remove()
+    assert scene.cost == {"denoiser calls": sum(rows)}
     expected, t = model.partial(noise, condition, null, stop=1, steps=2, guidance=3.0)
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-4)
     assert sampler.times[1] == t
@@ -880,7 +887,7 @@ def test_what_a_family_refuses(get_model: GetModel) -> None:
     distilled.register_to_config(is_distilled=True)
     klein = load(distilled)
     klein.configure(options("flux2"))
-    assert klein.readings(3.0) == 1
+    assert klein.readings(3.0) == klein.branches(3.0) == 1
     condition, x, t = klein.encode(["a star"]), torch.randn(1, 16, 8, 8), torch.tensor(500)
     with torch.no_grad():
         guided = klein.guide(x, t, condition, klein.null(), 3.0, None)

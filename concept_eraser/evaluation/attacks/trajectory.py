@@ -113,7 +113,7 @@ class Trajectory:
             return self.model.denoise(x, t, condition)
         if null is None:
             null = self.model.null().repeat(len(x))
-        self.scene.spend("denoiser calls", (2 if guidance > 1 else 1) * len(x))
+        self.scene.spend("denoiser calls", self.model.branches(guidance) * len(x))
         return self.model.guide(
             x,
             t[:1],

@@ -125,5 +125,8 @@ class Flux(Flow):
             x, t, Condition({**condition.tensors, "guidance": guidance_input}), weights
         )
 
+    def branches(self, guidance: float) -> int:
+        return 1
+
 
 PLUGIN = Flux

@@ -151,6 +151,9 @@ class Flux2Klein(Flow):
             x, t, condition=condition, null=null, guidance=guidance, weights=weights
         )
 
+    def branches(self, guidance: float) -> int:
+        return 1 if self.is_distilled else super().branches(guidance)
+
     def readings(self, guidance: float) -> int:
         return 2 if guidance > 1 and not self.is_distilled else 1
 
