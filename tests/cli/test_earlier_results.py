@@ -123,6 +123,32 @@ def test_an_evaluation_of_labelled_data_is_replaced_by_one_of_the_same_run_only(
         concept_eraser.evaluate(tmp_path / "b", after=after, data=data, output=tmp_path / "check")
 
 
+@pytest.mark.parametrize(
+    ("after", "inside", "is_same"),
+    [
+        ("runs/b (0a1c)", True, True),
+        ("runs/b (0a1c)", False, False),
+        ("runs/b (0a1b)", False, True),
+        ("runs/a under negative:a star (0a1b)", False, False),
+        ("runs/a under negative:a star (0a1b)", True, False),
+        ("a Pipeline in memory (0a1c)", False, False),
+    ],
+)
+def test_a_loaded_model_is_known_by_its_weights_too(
+    tmp_path: Path, *, after: str, inside: bool, is_same: bool
+) -> None:
+    suite = suites.load(SUITE)
+    models = {"before": "tiny-sd (0a1b)", "after": "runs/a (0a1b)"}
+    content = {"protocol": suite.model_dump(mode="json"), "models": models}
+    (tmp_path / "evaluation.json").write_text(json.dumps(content))
+    new = {**models, "after": after}
+    if is_same:
+        run_results.require_same_models(tmp_path, suite, new, inside=inside)
+        return
+    with pytest.raises(UserError, match="not replaced"):
+        run_results.require_same_models(tmp_path, suite, new, inside=inside)
+
+
 def test_an_evaluation_of_a_run_by_edited_prompts_has_a_folder_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "green.txt"
     file.write_text("a green star\n")
