@@ -247,22 +247,15 @@ def offers(recipe: Recipe) -> dict[str, list[str]]:
 
     A kind without prompts is left out.
     """
-    return dict(
-        _offers(
-            json.dumps(
-                [
-                    [objective.prompts for objective in recipe.forgotten],
-                    recipe.retain.prompts if recipe.retain else None,
-                    concept_of(recipe),
-                ]
-            )
-        )
-    )
+    forget = [objective.prompts for objective in recipe.forgotten]
+    retain = recipe.retain.prompts if recipe.retain else None
+    times = [_modification_time(prompts) for prompts in (*forget, retain)]
+    return dict(_offers(json.dumps([forget, retain, concept_of(recipe), times])))
 
 
 @lru_cache(maxsize=64)
 def _offers(key: str) -> dict[str, list[str]]:
-    concepts, retain, concept = json.loads(key)
+    concepts, retain, concept, _ = json.loads(key)  # a changed file has another time
     prompts_by_kind: dict[str, list[str]] = {
         "forget": [],
         "synonym": [],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 import zipfile
 from collections.abc import Iterator
@@ -294,6 +295,24 @@ def test_every_offered_method_makes_a_valid_recipe(
     assert presets.offers(new_recipe)["forget"]
     if new_recipe.retain is not None:
         assert attack.presets.suite_of(new_recipe)["concept"] == {attribute: value}  # type: ignore[index]
+
+
+def test_the_prompts_of_an_edited_file_are_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, text in enumerate(("a red star", "a blue star"), 1):
+        for name in ("forget.txt", "retain.txt"):
+            Path(name).write_text(f"{text} of {name}\n")
+            os.utime(name, (number, number))
+        job = recipe.load(
+            short(
+                forget__prompts="forget.txt", forget__anchor="a moon", retain__prompts="retain.txt"
+            )
+        )
+        offers = presets.offers(job)
+        assert offers["forget"] == [f"{text} of forget.txt"]
+        assert offers["retain"] == [f"{text} of retain.txt"]
 
 
 def test_a_form_is_refused_whole(empty: Desk) -> None:
