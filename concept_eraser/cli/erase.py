@@ -270,6 +270,8 @@ def erase(
     ] = True,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
+    if two_steps is not None and not dry_run:
+        raise UserError("--two-steps and --no-two-steps go with --dry-run; add it, or leave it out")
     flags: dict[str, Any] = {
         "retain": retain,
         "loss": loss,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,10 @@ def concepts_among(names: list[str]) -> list[str]:
 
 def anchor_word(text: str) -> str:
     """Read the anchor of a concept: `shape=circle` is its value, all else is the text itself."""
-    match = re.fullmatch(r"\w+=(.+)", text)
-    return match[1] if match else text
+    from concept_eraser.recipes import overrides
+
+    anchor = overrides.anchor(text)
+    return anchor if isinstance(anchor, str) else next(iter(anchor.values()))
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,12 @@ def as_text(value: Any) -> str:
 
 
 def anchor(text: str) -> str | dict[str, str]:
-    """Read an anchor: `shape=circle` replaces the shape of the prompt, all else is a text."""
+    """Read an anchor: `shape=circle` replaces the shape of the prompt, all else is a text.
+
+    Raises UserError for a field without a value.
+    """
+    if re.fullmatch(r"\w+=\s*", text):
+        raise UserError(f"the anchor {quote(text)} has no value; write e.g. shape=circle")
     match = re.fullmatch(r"(\w+)=(.+)", text)
     return {match[1]: match[2]} if match else text
 

@@ -186,9 +186,8 @@ def _job(values: Mapping[str, str], place: str, model: str | None) -> TableJob:
     words += [word for flag, value in options.items() if value for word in (flag, value)]
     if sources == ["concept"]:
         return TableJob(name, tuple(words))
-    replaced = {"model": options["--model"], "forget.anchor": options["--anchor"]}
-    if replaced["forget.anchor"]:
-        replaced["forget.anchor"] = overrides.anchor(replaced["forget.anchor"])
+    anchor = options["--anchor"] and overrides.anchor(options["--anchor"])
+    replaced = {"model": options["--model"], "forget.anchor": anchor}
     flags = [f"{key}={overrides.as_text(value)}" for key, value in replaced.items() if value]
     return TableJob(name, tuple(words), (*flags, *settings))
 

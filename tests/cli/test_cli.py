@@ -107,6 +107,22 @@ def test_an_empty_text_is_not_the_working_folder(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["erase", "star", "--two-steps"], "--two-steps and --no-two-steps go with --dry-run"),
+        (["erase", "--forget", "tiny_star", "--anchor", "shape="], "'shape=' has no value"),
+        (["erase", "star", "--anchor", "shape="], "'shape=' has no value"),
+    ],
+)
+def test_a_word_without_its_other_half_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in str(CliRunner().invoke(command.app, arguments).exception)
+    assert not list(tmp_path.iterdir())
+
+
 def test_ctrl_c_says_that_no_partial_file_is_left(tmp_path: Path) -> None:
     command = [
         sys.executable,
