@@ -314,15 +314,18 @@ def _scale(config: Mapping[str, Any], prefix: str, layer: str, rank: int) -> flo
 def without_alphas(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Multiply alpha / rank into each `up` of a file with alphas, and leave the alphas out.
 
-    Readers scale such a file by 1. An alpha without its two matrices stays.
+    Readers scale such a file by 1. An alpha that is no number, or that lacks its two matrices,
+    stays for its reader to refuse.
     """
     scaled = dict(tensors)
     for name, alpha in tensors.items():
         stem = name.removesuffix(".alpha")
+        if stem == name or alpha.numel() != 1:
+            continue
         for down, up in ((f"{stem}.{one}", f"{stem}.{other}") for one, other in _DOWN_UP):
-            if stem != name and down in tensors and up in tensors:
+            if up in tensors and down in tensors and tensors[down].numel():
                 scaled[up] = tensors[up].float() * (float(alpha) / len(tensors[down]))
-                scaled.pop(name)
+                scaled.pop(name, None)
     return scaled
 
 

@@ -275,6 +275,18 @@ def test_each_layer_of_a_kohya_file_keeps_its_own_alpha(
     assert (result.rank, result.error) == (RANK, 0.0), "the matrices are copied"
 
 
+@pytest.mark.parametrize("alpha", [torch.ones(2), torch.zeros(0)])
+def test_an_alpha_that_is_no_number_is_refused(
+    alpha: torch.Tensor, factors: Factors, tmp_path: Path, shared_tiny: Any
+) -> None:
+    lora_files.save(shared_tiny, [factors], tmp_path / "a.safetensors", naming="kohya")
+    tensors = load_file(tmp_path / "a.safetensors")
+    name = next(name for name in tensors if name.endswith(".alpha"))
+    save_file({**tensors, name: alpha}, tmp_path / "b.safetensors")
+    with pytest.raises(UserError, match="is a LoRA that does not fit"):
+        load(tmp_path / "b.safetensors", base=shared_tiny)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
