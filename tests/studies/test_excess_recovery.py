@@ -37,6 +37,20 @@ def test_the_excess_of_one_seed_is_the_paired_difference() -> None:
     assert rendering.success_rate([erased, control]).value == 0.5
 
 
+def test_a_second_control_makes_no_second_prompt() -> None:
+    """Two controls that agree have the interval of one. Others shift it by half."""
+    erased = attempts([True, True, True, False] * 12)
+    alike, other = attempts([True, False, False, False] * 12), attempts([False] * 48)
+    one = rendering.excess([erased], [alike])
+    assert one == rendering.excess([erased], [alike, alike])
+    assert one == rendering.excess([erased, erased], [alike])
+    both, far = rendering.excess([erased], [alike, other]), rendering.excess([erased], [other])
+    assert (both.value, both.n) == (pytest.approx((0.5 + 0.75) / 2), 48)
+    assert (both.low, both.high) == pytest.approx(
+        ((one.low + far.low) / 2, (one.high + far.high) / 2)
+    )
+
+
 def test_the_unit_of_three_seeds_is_the_seed() -> None:
     """Seeds that scatter give a wide interval, however many prompts there are."""
     control = attempts([False] * 200)
