@@ -625,8 +625,17 @@ def evaluate(
         retraining.require_comparable(controls, original, protocol)
         if folder is not None and (folder / "evaluation.json").is_file():
             models = suites.describe_models({"before": original, "after": erased_model})
+            sources = {"before": before, "after": model}
             run_results.require_same_models(
-                folder, protocol, models, inside=_is_inside(folder, model)
+                folder,
+                protocol,
+                models,
+                inside=_is_inside(folder, model),
+                objects=[
+                    name
+                    for name, source in sources.items()
+                    if not isinstance(source, str | Path | None)
+                ],
             )
         evaluation = suites.evaluate(
             original, erased_model, protocol, cache=cache, progress=progress

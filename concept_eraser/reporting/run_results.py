@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,12 @@ def require_same(
 
 
 def require_same_models(
-    folder: Path, suite: Suite, models: Mapping[str, str], *, inside: bool = False
+    folder: Path,
+    suite: Suite,
+    models: Mapping[str, str],
+    *,
+    inside: bool = False,
+    objects: Collection[str] = (),
 ) -> None:
     """Check the evaluation in a folder as `require_same`, with the models that are loaded.
 
@@ -238,6 +243,7 @@ def require_same_models(
         models: "before" and "after", each as "source (fingerprint of its weights)".
         inside: The folder is, or lies in, the run folder of the measured model. Then the weights
             may have changed.
+        objects: Which of the models are objects in memory, so that their names say nothing.
 
     Raises:
         UserError: The folder holds the evaluation of other models, by another suite, or of prompts
@@ -257,7 +263,12 @@ def require_same_models(
         not is_suite
         or _has_other_prompts(recorded, suite)
         or not all(
-            _is_same_model(str(earlier.get(when)), model, any_weights=inside and when == "after")
+            _is_same_model(
+                str(earlier.get(when)),
+                model,
+                by_name=when not in objects,
+                any_weights=inside and when == "after",
+            )
             for when, model in models.items()
         )
     ):
@@ -288,17 +299,17 @@ def _other_evaluation(path: Path) -> UserError:
     )
 
 
-def _is_same_model(recorded: str, model: str, *, any_weights: bool) -> bool:
+def _is_same_model(recorded: str, model: str, *, by_name: bool, any_weights: bool) -> bool:
     """Whether two "source (fingerprint)" are the same model under the same safeguard.
 
-    any_weights: compare the safeguards only.
+    by_name: models of one name are the same. any_weights: compare the safeguards only.
     """
     guard = safeguard_in(model)
     if any_weights:
         return safeguard_in(recorded) == guard
     source = model.rsplit(" (", 1)[0].removesuffix(f" under {guard}")
     return sampled_model(recorded) == sampled_model(model) or (
-        not source.endswith(" in memory") and _is_named(recorded, source, guard or None)
+        by_name and _is_named(recorded, source, guard or None)
     )
 
 

@@ -131,7 +131,6 @@ def test_an_evaluation_of_labelled_data_is_replaced_by_one_of_the_same_run_only(
         ("runs/b (0a1b)", False, True),
         ("runs/a under negative:a star (0a1b)", False, False),
         ("runs/a under negative:a star (0a1b)", True, False),
-        ("a Pipeline in memory (0a1c)", False, False),
     ],
 )
 def test_a_loaded_model_is_known_by_its_weights_too(
@@ -147,6 +146,12 @@ def test_a_loaded_model_is_known_by_its_weights_too(
         return
     with pytest.raises(UserError, match="not replaced"):
         run_results.require_same_models(tmp_path, suite, new, inside=inside)
+    if inside:
+        return
+    other_weights = {**models, "after": "runs/a (0a1c)"}
+    run_results.require_same_models(tmp_path, suite, other_weights)
+    with pytest.raises(UserError, match="not replaced"):
+        run_results.require_same_models(tmp_path, suite, other_weights, objects=["after"])
 
 
 def test_an_evaluation_of_a_run_by_edited_prompts_has_a_folder_of_its_own(tmp_path: Path) -> None:
