@@ -568,7 +568,7 @@ def test_what_gradio_leaves_open_needs_the_login_too(
     [
         (["--host", "0.0.0.0"], "--auth user:password"),
         (["--host", "::"], "--auth user:password"),
-        (["--host", ""], "--auth user:password"),
+        (["--host", ""], "--host is an empty text"),
         (["--host", "192.0.2.1"], "--auth user:password"),
         (["--host", "0.0.0.0", "--auth", "me:1234567"], "at least 8"),
         (["--allow-host", "a/b"], "--allow-host is a name"),
