@@ -20,7 +20,7 @@ from concept_eraser.evaluation.never_learned import RetrainingGap
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.registry import Plugin
 from concept_eraser.storage.readers import read_yaml
-from concept_eraser.storage.writers import write_text
+from concept_eraser.storage.writers import finite, write_text
 from concept_eraser.utils import limits, resources
 from concept_eraser.utils import provenance as environment
 from concept_eraser.utils.errors import UserError, mistakes_message, quote
@@ -266,15 +266,7 @@ class PromptEvaluation(Evaluation):
 
 def dumps(content: Any) -> str:
     """Return JSON with nan as null."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, float) and not np.isfinite(value):
-            return None
-        if isinstance(value, dict):
-            return {k: clean(v) for k, v in value.items()}
-        return [clean(v) for v in value] if isinstance(value, list | tuple) else value
-
-    return json.dumps(clean(content), indent=1) + "\n"
+    return json.dumps(finite(content), indent=1) + "\n"
 
 
 def group_prompts(suite: Suite, name: str) -> prompts.PromptSet:
