@@ -1,8 +1,8 @@
 """The 64 features of torchmetrics' `FrechetInceptionDistance(feature=64)`.
 
-The scripts of SalUn and MUNBa name them. They are the mean activations of Inception's first
-pooling. They are low-level, so the distances are small and depend little on content. They are
-comparable with no other FID and have a separate name, `fid_torchmetrics64`.
+SalUn's script names them. They are the mean activations of Inception's first pooling. They are
+low-level, so the distances are small and depend little on content. They are comparable with no
+other FID and have a separate name, `fid_torchmetrics64`.
 
 Difference from SalUn's script (OPTML-Group/Unlearn-Saliency, SD/eval-scripts/compute-fid.py, lines
 10-11, and dataset.py, lines 23-30): it scales images to [-1, 1] and then converts these numbers to
