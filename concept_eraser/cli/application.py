@@ -87,9 +87,12 @@ class _Command(TyperCommand):
             values = value if isinstance(value, list | tuple) else [value]
             if "" in values and name != "prompt" and not ctx.resilient_parsing:
                 parameter = next(one for one in self.params if one.name == name)
+                # the help shows no name of an argument
+                is_option = parameter.param_type_name == "option"
+                subject = parameter.opts[0] if is_option else "an argument"
                 raise UserError(
-                    f"{parameter.opts[0]} is an empty text, perhaps of a variable that is not set; "
-                    "give a value, or leave it out"
+                    f"{subject} is an empty text, perhaps of a variable that is not set; give a "
+                    "value, or leave it out"
                 )
         return super().parse_args(ctx, args)
 

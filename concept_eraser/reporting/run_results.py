@@ -208,12 +208,9 @@ def require_same(
         UserError: The folder holds the evaluation of other models, by another suite, or of prompts
             that were edited since.
     """
-    path = folder / "evaluation.json"
-    if not path.is_file():
+    if (found := _earlier_evaluation(folder)) is None:
         return
-    recorded = read_record(folder, path.name)
-    models = recorded.get("models")
-    models = models if isinstance(models, dict) else {}
+    recorded, models = found
     protocol = _comparable_protocol(suite.model_dump(mode="json"))
     if (
         _protocol_in(folder) != protocol
@@ -221,7 +218,7 @@ def require_same(
         or not _is_named(models.get("before"), before, None)
         or not _is_named(models.get("after"), after, guard)
     ):
-        raise _other_evaluation(path)
+        raise _other_evaluation(folder / "evaluation.json")
 
 
 def require_same_models(
@@ -249,16 +246,13 @@ def require_same_models(
         UserError: The folder holds the evaluation of other models, by another suite, or of prompts
             that were edited since.
     """
-    path = folder / "evaluation.json"
-    if not path.is_file():
+    if (found := _earlier_evaluation(folder)) is None:
         return
-    recorded = read_record(folder, path.name)
+    recorded, earlier = found
     protocol = suite.model_dump(mode="json")
     is_suite = recorded.get("protocol") == protocol or (
         _protocol_in(folder) == _comparable_protocol(protocol)
     )
-    earlier = recorded.get("models")
-    earlier = earlier if isinstance(earlier, dict) else {}
     if (
         not is_suite
         or _has_other_prompts(recorded, suite)
@@ -272,7 +266,7 @@ def require_same_models(
             for when, model in models.items()
         )
     ):
-        raise _other_evaluation(path)
+        raise _other_evaluation(folder / "evaluation.json")
 
 
 def require_same_recipe(folder: Path, fingerprint: str) -> None:
@@ -290,6 +284,15 @@ def require_same_recipe(folder: Path, fingerprint: str) -> None:
         raise UserError(
             f"{path} is of another run, and is not replaced; give another folder with --output"
         )
+
+
+def _earlier_evaluation(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return the evaluation in a folder and the models that it names, or None."""
+    if not (folder / "evaluation.json").is_file():
+        return None
+    recorded = read_record(folder, "evaluation.json")
+    models = recorded.get("models")
+    return recorded, models if isinstance(models, dict) else {}
 
 
 def _other_evaluation(path: Path) -> UserError:

@@ -90,8 +90,8 @@ def test_bad_input_is_one_message_and_code_two(
     ("arguments", "name"),
     [
         (["evaluate", "tiny-sd", "--output", ""], "--output"),
-        (["report", ""], "runs"),
-        (["erase", ""], "items"),
+        (["report", ""], "an argument"),
+        (["erase", ""], "an argument"),
         (["attack", "tiny-sd", "--set", ""], "--set"),
     ],
 )

@@ -237,7 +237,10 @@ def require_same_prediction(file: Path, model: Model) -> None:
     """
     metadata, names = read_tensor_header(file)
     if {"edm_mean", "edm_vpred.sigma_max"} & set(names):
-        raise UserError(f"{file} is of another diffusion than DDPM's (EDM), which is not supported")
+        raise UserError(
+            f"{file} is of another diffusion than DDPM's (EDM), which is not supported; give a "
+            "checkpoint that predicts the noise or v"
+        )
     is_v = "v_pred" in names or metadata.get("modelspec.prediction_type") == "v"
     for is_stated, key, value in (
         (is_v, "prediction_type", "v_prediction"),
