@@ -139,14 +139,12 @@ def run_attack(spec: dict[str, Any], progress: Progress) -> None:
         protocol, victim, original=original, judge=judge, folder=folder, progress=progress
     )
     ((attribute, value),) = protocol.suite.concept.items()
-    sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
     progress("attacking", 0, spec["rounds"])
     referee = RecordingReferee(
         judge,
         attribute,
         value=value,
         victim=victim,
-        sampling=sampling,
         folder=folder,
         clean=clean,
         budget=(spec["rounds"], spec["seconds"]),
@@ -183,8 +181,10 @@ def _scene(
 ) -> tuple[Scene, Tensor]:
     """Return the prompts to attack, and the victim's images of them.
 
-    For these prompts the original shows the concept and the victim does not.
+    For these prompts the original shows the concept and the victim does not. They have one
+    guidance, since they are attacked at once: the one of most prompts.
     """
+    sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
     value = next(iter(protocol.suite.concept.values()))
     before = runner.draw_start(protocol, judge, victim, original, progress=progress)
     n, successes = len(before.prompts), int(before.pre.sum())
@@ -196,6 +196,7 @@ def _scene(
             f"{n}, and the erased model still shows it for {successes} of these without any "
             "attack"
         )
+    rows = max(runner.batches_of(before, rows, size=len(rows), sampling=sampling).values(), key=len)
     write_json(folder / "asked.json", {"asked": total, "attacked": len(rows), "still": successes})
     texts, concept_texts = (
         [column[i] for i in rows] for column in (before.prompts, before.concept_prompts)
@@ -214,7 +215,7 @@ def _scene(
         root=protocol.seed,
         corpus=before.concept_prompts,
         memory=None,
-        sampling=generate.Sampling(**protocol.suite.sampling.model_dump()),
+        sampling=before.sampling_of(rows[0], sampling),
         others=runner.retain_prompts(protocol.suite),
     )
     return scene, before.clean_images[rows]

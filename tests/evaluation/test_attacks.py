@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser import api, registry
+from concept_eraser.data.generate import Sampling
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import mma_diffusion, p4d, ring_a_bell, runner, unlearn_diff
 from concept_eraser.evaluation.attacks.base import Access, Round, Scene
@@ -321,10 +322,8 @@ class ScriptedAttack(runner.Attack):
 
 
 def test_the_referee_stops_at_the_first_success_and_passes_on_rewards(tiny) -> None:
-    from concept_eraser.data.generate import Sampling
-
     judge = registry.load("judge", "tiny")()
-    referee = runner.Referee(judge, "shape", "star", tiny, Sampling(8, 5.0, 64, "bf16"))
+    referee = runner.Referee(judge, "shape", "star", tiny)
     scene = Scene(
         tiny,
         tiny,
@@ -333,6 +332,7 @@ def test_the_referee_stops_at_the_first_success_and_passes_on_rewards(tiny) -> N
         "star",
         [5, 6],
         torch.zeros(2, 4, 8, 8),
+        sampling=Sampling(8, 5.0, 64, "bf16"),
     )
     script = ScriptedAttack(["a red circle", "a red star", "a red house"])
     outcome = referee.play(script, scene, lambda n: None)
@@ -345,6 +345,63 @@ def test_the_referee_stops_at_the_first_success_and_passes_on_rewards(tiny) -> N
     assert outcome["cost"] == {"images": 4}
     assert len(script.rewards) == 1
     assert script.rewards[0].shape == (2,)
+
+
+def test_every_image_of_an_attack_has_its_rows_own_guidance(
+    tiny: Any, shared_tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UnlearnDiffAtk's table states a guidance for each row. The fourth row has the suite's."""
+    table = tmp_path / "stars.csv"
+    table.write_text(
+        "prompt,evaluation_seed,evaluation_guidance\n"
+        "a red star,1,7.5\na blue star,2,3\na green star,3,7.5\na yellow star,4,\n"
+    )
+    own = {"red": 7.5, "blue": 3.0, "green": 7.5, "yellow": 5.0}
+    tiny_star = suites.load("tiny_star")
+    group = tiny_star.groups["direct"].model_copy(update={"prompts": str(table)})
+    suite = tiny_star.model_copy(update={"groups": {**tiny_star.groups, "direct": group}})
+    drawn: list[tuple[str, float]] = []
+    sample = tiny.sample
+
+    def record(texts: Any, **settings: Any) -> Tensor:
+        drawn.extend((text, settings["guidance"]) for text in texts)
+        return sample(texts, **settings)
+
+    monkeypatch.setattr(tiny, "sample", record)
+    attack = runner.Protocol(
+        suite, "seed_search", {"tries": 2}, n=4, batch=4, hide="thing", word="star"
+    )
+    result = runner.run(attack, tiny, shared_tiny)
+    assert {a.prompt.split()[1]: a.seed for a in result.attempts} == {
+        "red": 1,
+        "blue": 2,
+        "green": 3,
+        "yellow": 4,
+    }
+    assert len(drawn) == 12
+    assert all(guidance == own[text.split()[1]] for text, guidance in drawn)
+    assert len(result.curves) == 3
+
+
+def test_batches_have_one_guidance_and_a_name_of_their_content() -> None:
+    texts = [f"prompt {i}" for i in range(5)]
+    before = runner.AttackStart(
+        texts,
+        texts,
+        seeds=list(range(5)),
+        concept_images=torch.empty(0),
+        clean_images=torch.empty(0),
+        pre=np.zeros(5, bool),
+        left_out=0,
+        guidances=[None, 7.0, None, 5.0, 7.0],
+    )
+    sampling = Sampling(8, 5.0, 64, "bf16")
+    batches = runner.batches_of(before, [0, 1, 2, 3, 4], size=2, sampling=sampling)
+    assert list(batches.values()) == [[0, 2], [3], [1, 4]]
+    without = dataclasses.replace(before, guidances=[])
+    others = runner.batches_of(without, [1, 4, 3], size=2, sampling=sampling)
+    shared = {name: rows for name, rows in batches.items() if name in others}
+    assert list(shared.values()) == [[3]]
 
 
 def attempts(folder: Path) -> list[dict[str, Any]]:

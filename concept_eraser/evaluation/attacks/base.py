@@ -56,7 +56,8 @@ class Scene:
         root: of the whole attack, for values that must not depend on a prompt's batch.
         corpus: the concept prompts of all batches.
         memory: a folder for results that apply to other victims too, None for none.
-        sampling: the suite's steps and guidance, for attacks that sample by themselves.
+        sampling: the suite's settings of the sampler, with the prompts' own guidance if they state
+            one.
         others: prompts of unrelated images, those of the suite's retain groups.
     """
 

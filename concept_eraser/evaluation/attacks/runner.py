@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -318,14 +318,9 @@ def run(
     ]
     open_rows = [i for i in open_rows if i not in skip]
     latents = encode(original, before.concept_images)
-    referee = Referee(judge, attribute, value=value, victim=victim, sampling=sampling)
+    referee = Referee(judge, attribute, value=value, victim=victim)
     memory = (resources.cache() if cache is None else cache) / "attacks"
-    starts = {
-        _name_of(prompts, seeds, open_rows[i : i + protocol.batch]): open_rows[
-            i : i + protocol.batch
-        ]
-        for i in range(0, len(open_rows), protocol.batch)
-    }
+    starts = batches_of(before, open_rows, size=protocol.batch, sampling=sampling)
     for batch_number, (name, rows) in enumerate(distributed.mine(starts.items())):
         if finished_batches.batch(name) is None:
             scene = Scene(
@@ -340,7 +335,7 @@ def run(
                 root=protocol.seed,
                 corpus=concept_prompts,
                 memory=memory,
-                sampling=sampling,
+                sampling=before.sampling_of(rows[0], sampling),
                 others=retain_prompts(protocol.suite),
             )
             finished_batches.add(
@@ -453,6 +448,7 @@ class AttackStart:
         positions: The position of each prompt in the group's draw.
         outcomes: One row for each image by the original and by the victim, also of the prompts that
             are left out.
+        guidances: The guidance that each prompt states, None for the suite's. Empty: all None.
     """
 
     concept_prompts: list[str]
@@ -464,6 +460,35 @@ class AttackStart:
     left_out: int
     positions: list[int] = field(default_factory=list)
     outcomes: list[dict[str, Any]] = field(default_factory=list)
+    guidances: list[float | None] = field(default_factory=list)
+
+    def sampling_of(self, row: int, sampling: generate.Sampling) -> generate.Sampling:
+        """Return the suite's settings of the sampler with a prompt's own guidance, if any."""
+        own = self.guidances[row] if self.guidances else None
+        return sampling if own is None else replace(sampling, guidance=own)
+
+
+def batches_of(
+    before: AttackStart, rows: Sequence[int], *, size: int, sampling: generate.Sampling
+) -> dict[str, list[int]]:
+    """Divide prompts into batches of one guidance each. Return their rows by the batch's name.
+
+    The order is kept among the prompts of one guidance.
+
+    Args:
+        before: The images before the attack.
+        rows: The positions of the attacked prompts.
+        size: The largest number of prompts in a batch.
+        sampling: The suite's settings of the sampler.
+    """
+    by_guidance: dict[float, list[int]] = {}
+    for row in rows:
+        by_guidance.setdefault(before.sampling_of(row, sampling).guidance, []).append(row)
+    return {
+        _name_of(before, some[i : i + size], sampling): some[i : i + size]
+        for some in by_guidance.values()
+        for i in range(0, len(some), size)
+    }
 
 
 def draw_start(
@@ -482,13 +507,13 @@ def draw_start(
     """
     ((attribute, value),) = protocol.suite.concept.items()
     concept_prompts, prompts = prompts_of(protocol)
-    seeds = generate.seeds_for(
-        protocol.prompts().prompts, environment.derive_seed(protocol.suite.seed, protocol.group)
-    )
+    drawn = protocol.prompts().prompts
+    guidances = [prompt.guidance for prompt in drawn]
+    seeds = generate.seeds_for(drawn, environment.derive_seed(protocol.suite.seed, protocol.group))
     sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
     concept_images = generate.generate(
         original,
-        concept_prompts,
+        _with_guidance(concept_prompts, guidances),
         seeds,
         sampling,
         cache=cache,
@@ -498,7 +523,7 @@ def draw_start(
     )
     clean_images = generate.generate(
         victim,
-        prompts,
+        _with_guidance(prompts, guidances),
         seeds,
         sampling,
         cache=cache,
@@ -532,7 +557,7 @@ def draw_start(
             outcomes.label_columns(
                 judge,
                 (attribute, value),
-                prompts=protocol.prompts().prompts,
+                prompts=drawn,
                 labels=labels[stage],
                 probabilities=outcomes.read_probabilities(judge, (attribute, value), images),
             )
@@ -549,15 +574,24 @@ def draw_start(
         left_out=len(shows_concept) - len(rows),
         positions=rows,
         outcomes=table,
+        guidances=[guidances[i] for i in rows],
     )
 
 
-def _name_of(prompts: list[str], seeds: list[int], rows: list[int]) -> str:
+def _with_guidance(texts: Sequence[str], guidances: Sequence[float | None]) -> list[Prompt]:
+    return [
+        Prompt(text, guidance=guidance) for text, guidance in zip(texts, guidances, strict=True)
+    ]
+
+
+def _name_of(before: AttackStart, rows: Sequence[int], sampling: generate.Sampling) -> str:
     """Return a name of a batch that depends on its content, not on its position.
 
     So it stays valid if other batches are added.
     """
-    return environment.fingerprint([[prompts[i], seeds[i]] for i in rows])
+    guidance = before.sampling_of(rows[0], sampling).guidance
+    own = [guidance] if guidance != sampling.guidance else []
+    return environment.fingerprint([[before.prompts[i], before.seeds[i], *own] for i in rows])
 
 
 def require_possible(protocol: Protocol, judge: Judge, victim: Model, original: Model) -> None:
@@ -659,7 +693,6 @@ class Referee:
     attribute: str
     value: str
     victim: Model
-    sampling: generate.Sampling
 
     def play(
         self, attack: Attack, scene: Scene, tell: Any, *, clean: Sequence[bool] = ()
@@ -774,8 +807,9 @@ class Referee:
     def draw(self, offer: Round, scene: Scene) -> Tensor:
         """Return one image for each candidate, [m, h, w, 3].
 
-        It is generated by the suite's sampler, or it is the attack's own.
+        It is generated by the scene's sampler, or it is the attack's own.
         """
+        sampling = scene.sampling
         seeds = (
             offer.seeds
             if offer.seeds is not None
@@ -785,8 +819,8 @@ class Referee:
         if offer.images is not None:
             return offer.images
         parts = []
-        for start in range(0, len(seeds), self.sampling.batch_size):
-            part = slice(start, start + self.sampling.batch_size)
+        for start in range(0, len(seeds), sampling.batch_size):
+            part = slice(start, start + sampling.batch_size)
             prompts: Any = (
                 offer.texts[part] if offer.texts is not None else offer.condition[part]  # type: ignore[index]
             )
@@ -794,9 +828,9 @@ class Referee:
                 self.victim.sample(
                     prompts,
                     seeds=seeds[part],
-                    steps=self.sampling.steps,
-                    guidance=self.sampling.guidance,
-                    autocast=self.sampling.autocast,
+                    steps=sampling.steps,
+                    guidance=sampling.guidance,
+                    autocast=sampling.autocast,
                 )
             )
         return torch.cat(parts)
