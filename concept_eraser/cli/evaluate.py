@@ -232,6 +232,8 @@ def evaluate_run(
                 after=str(model),
                 guard=guard,
             )
+        if first and not control:
+            _tell_lost_controls(folder)
         with bars(quiet) as progress:
             evaluation = api.evaluate(
                 model,
@@ -250,6 +252,20 @@ def evaluate_run(
             evaluation.save_outcomes(folder / "evaluation.csv.xz")
             api.report(evaluation, folder / "report.html", run=run)
     return evaluation, folder
+
+
+def _tell_lost_controls(folder: Path) -> None:
+    """Print a note if the evaluation in a folder has controls, which a new one without replaces."""
+    from concept_eraser.reporting.run_results import read_record
+
+    recorded = read_record(folder, "evaluation.json").get("control")
+    names = recorded.get("models") if isinstance(recorded, dict) else None
+    if names:
+        typer.echo(
+            f"note: {folder / 'evaluation.json'} compares with {', '.join(map(str, names))}; this "
+            "evaluation replaces it and has no --control",
+            err=True,
+        )
 
 
 def _show_labelled(evaluation: Any) -> None:

@@ -88,17 +88,16 @@ def quickstart(
     }
     write_text(output / "quickstart.json", dumps(facts))
     summarise(evaluation)
-    typer.echo(
-        (
-            f"\nerasing {seconds['erasing']:.0f} s (of which training {run.seconds:.0f} s), "
-            f"measuring {seconds['measuring']:.0f} s"
-        )
-        + (
-            f"; installing took {seconds['installing']:.0f} s, once"
-            if "installing" in seconds
-            else ""
-        )
+    parts = [
+        f"erasing {seconds['erasing']:.0f} s (of which training {run.seconds:.0f} s)"
+        if seconds["erasing"] > run.seconds
+        else f"erased before, with {run.seconds:.0f} s of training",
+        f"measuring {seconds['measuring']:.0f} s",
+    ]
+    installing = (
+        f"; installing took {seconds['installing']:.0f} s, once" if "installing" in seconds else ""
     )
+    typer.echo(f"\n{', '.join(parts)}{installing}")
     typer.echo(f"images: {output / 'before_after.png'}")
     typer.echo(f"report:   {path.resolve()}")
 

@@ -270,6 +270,8 @@ def test_quickstart_erases_measures_and_reports(cold_cli, cli, tmp_path: Path) -
     assert results["accuracy_shape", "retained"]["after"]["value"] > 0.8
     again = cli(*short)
     assert again.returncode == 0, "a second call is answered from the finished run and the cache"
+    assert "erasing" in result.stdout
+    assert "erased before" in again.stdout
 
 
 def test_a_models_path_is_read_literally(cli, tmp_path: Path) -> None:

@@ -440,3 +440,16 @@ def test_pages_and_the_command_line_show_the_controls(
     assert "Gap to retraining" in page
     ratio = evaluation.control.predictions[0]["relative_to_original"]["value"]
     assert f"{ratio:.2f} [" in page
+
+
+def test_an_evaluation_without_a_control_says_what_it_replaces(
+    evaluated, capsys, tmp_path: Path
+) -> None:
+    evaluation, _, _ = evaluated
+    evaluate_command._tell_lost_controls(tmp_path)
+    assert capsys.readouterr().err == ""
+    evaluation.save(tmp_path / "evaluation.json")
+    evaluate_command._tell_lost_controls(tmp_path)
+    note = capsys.readouterr().err
+    assert evaluation.control.models[0] in note
+    assert "has no --control" in note
