@@ -10,6 +10,7 @@ from pathlib import Path
 from studies import grids
 from studies.rendering import (
     claims,
+    hub,
     leaderboard_hover,
     leaderboard_plot,
     marks,
@@ -504,6 +505,7 @@ def page(study: str) -> str:
         _figure_text(study),
         *parts,
         together(study),
+        hub.section(study) if study in WITH_HOVER else "",
         "Not run yet: " + "; ".join(missing_methods) + "." if missing_methods else "",
         _reading_text(leaderboard),
         provenance(every),

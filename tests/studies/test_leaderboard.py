@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from studies import (
 from studies.rendering import (
     equal_seconds,
     figures,
+    hub,
     leaderboard_plot,
     leaderboard_rows,
     marks,
@@ -713,3 +715,35 @@ def test_a_changed_recipe_gives_its_setting_to_no_other_entry(no_results: Path) 
         else:
             with pytest.raises(SystemExit, match="current recipe"):
                 selection.choose_grid({}, "star_sum", entry, no_results, {}, "j")
+
+
+def test_selective_alignment_pools_the_other_attributes_of_the_forget_groups() -> None:
+    def result(metric: str, group: str, value: float, n: int) -> dict[str, Any]:
+        return {"metric": metric, "group": group, "after": {"value": value, "n": n}}
+
+    measured = [
+        result("accuracy_color", "direct", 0.5, 100),
+        result("accuracy_style", "direct", 1.0, 40),
+        result("accuracy_color", "synonyms", 0.25, 60),
+        result("accuracy_shape", "direct", 0.0, 100),  # the concept's own attribute
+        result("accuracy_color", "neighbours", 1.0, 100),
+        result("concept_rate", "direct", 0.0, 100),
+    ]
+    run = {"evaluation": {"protocol": {"concept": {"shape": "star"}}, "results": measured}}
+    found = hub.selective_alignment([run, run])
+    assert found is not None
+    assert (found.n, found.value) == (400, pytest.approx((50 + 40 + 15) / 200))
+    run["evaluation"]["results"] = measured[3:]
+    assert hub.selective_alignment([run]) is None
+
+
+def test_hubs_tables_have_the_rows_of_the_leaderboard() -> None:
+    page = pages.page("tiny_leaderboard")
+    _, _, section = page.partition("## By the axes of HUB")
+    tables = section.partition("\n## ")[0].split("### HUB: ")[1:]
+    assert [table.split("\n")[0] for table in tables] == ["star", "blue", "dotted"]
+    for table in tables:
+        lines = [line for line in table.splitlines()[4:] if line.startswith("| ")]
+        labels = [line.split(" | ")[0] for line in lines]
+        whole = page.partition(f"\n## {table.splitlines()[0]}\n")[2].splitlines()[3:]
+        assert labels == [line.split(" | ")[0] for line in whole[: len(labels)]]
