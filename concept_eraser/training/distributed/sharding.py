@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,6 +98,14 @@ def _bundles(values: Sequence[Tensor], at_once: int) -> Iterator[list[Tensor]]:
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+@dataclass(frozen=True)
+class _Form:
+    """The shape and the type of a tensor that a process sends."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class ShardedOptimizer:
     """An optimizer of which each process holds the state of some tensors.
 
@@ -128,26 +137,58 @@ class ShardedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state in the first process.
 
-        It is gathered tensor by tensor, so that only the CPU of the first process needs memory for
-        all.
+        It is sent tensor by tensor, so that only the CPU of the first process needs memory for
+        all. NCCL sends objects through a buffer on the GPU, so an object has the sizes only.
         """
-        own_state = _on_cpu(self.own.state_dict()) if self.own else None
-        parts: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
-        torch.distributed.gather_object((self.mine, own_state), parts)
-        if parts is None:
+        own = self.own.state_dict() if self.own else {"state": {}, "param_groups": []}
+        states = {self.mine[i]: state for i, state in own["state"].items()}
+        outlines: list[Any] | None = [None] * self.ranks if self.rank == 0 else None
+        outline = {
+            position: {name: self._outlined(position, value) for name, value in state.items()}
+            for position, state in states.items()
+        }
+        torch.distributed.gather_object((outline, own["param_groups"]), outlines)
+        if outlines is None:
+            for position in self.mine:
+                for value in states.get(position, {}).values():
+                    if self._is_sent(position, value):
+                        torch.distributed.send(value.contiguous(), 0)
             return {}
         state = {
-            position: part["state"][i]
-            for positions, part in parts
-            if part
-            for i, position in enumerate(positions)
-            if i in part["state"]
+            position: {
+                name: self._received(position, states.get(position, {}).get(name, value))
+                for name, value in outlines[owner][0][position].items()
+            }
+            for position, owner in enumerate(self.owner)
+            if position in outlines[owner][0]
         }
-        group = next(part["param_groups"][0] for _, part in parts if part)
+        group = next(groups[0] for _, groups in outlines if groups)
         return {
-            "state": dict(sorted(state.items())),
+            "state": state,
             "param_groups": [{**group, "params": list(range(len(self.params)))}],
         }
+
+    def _is_sent(self, position: int, value: Any) -> bool:
+        """Whether a value of a parameter's state is a tensor on the parameter's device.
+
+        Others are part of the outline, such as Adam's number of steps, which is on the CPU.
+        """
+        return isinstance(value, Tensor) and value.device == self.params[position].device
+
+    def _outlined(self, position: int, value: Any) -> Any:
+        """Return a value of a parameter's state, or the form of a tensor that is sent."""
+        return _Form(value.shape, value.dtype) if self._is_sent(position, value) else value
+
+    def _received(self, position: int, value: Any) -> Any:
+        """Return a value of the first process's own state, or one that is in an outline.
+
+        The owner sends the tensor of a form.
+        """
+        if not isinstance(value, _Form):
+            return value.detach().cpu() if isinstance(value, Tensor) else value
+        buffer = torch.empty(value.shape, dtype=value.dtype, device=self.params[position].device)
+        torch.distributed.recv(buffer, self.owner[position])
+        return buffer.cpu()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the whole state, which every process has read."""
@@ -171,11 +212,3 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
         owner_ranks[i] = loads.index(min(loads))
         loads[owner_ranks[i]] += sizes[i]
     return owner_ranks
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _on_cpu(inner) for key, inner in value.items()}
-    return [_on_cpu(inner) for inner in value] if isinstance(value, list) else value
