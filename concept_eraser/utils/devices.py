@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,12 +14,16 @@ def find_gpu() -> Any:
     """Return the GPU that models move to on their own, as a torch.device, or None.
 
     It is that of CUDA, or of a backend that was added to PyTorch (its PrivateUse1 device). Apple's
-    is not among them: it is used where a recipe asks for it.
+    is not among them: it is used where a recipe asks for it. Each process of a launch has its own,
+    which is the one that accelerate takes.
     """
     import torch
 
     if torch.cuda.is_available():
-        return torch.device("cuda")
+        # before accelerate has made it the current one, "cuda" is the first GPU in every process
+        rank = os.environ.get("LOCAL_RANK", "")
+        count = torch.cuda.device_count()
+        return torch.device("cuda", int(rank) % count) if rank.isdigit() else torch.device("cuda")
     name = torch._C._get_privateuse1_backend_name()
     module = getattr(torch, name, None)
     return torch.device(name) if module is not None and module.is_available() else None
