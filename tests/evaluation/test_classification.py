@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
+from sklearn.svm import SVC
 from torch import nn
 
 from concept_eraser.data.labelled import from_arrays
@@ -158,6 +160,53 @@ def test_the_row_of_a_known_classifier() -> None:
     assert intervals(linear, {"retain": (data, torch.arange(6))})["retain"]["value"] == 1.0
     with pytest.raises(UserError, match="no examples"):
         predict(linear, data, torch.arange(0))
+
+
+def test_the_likelihood_ratio_by_hand() -> None:
+    """The logit 1 of the target under N(2, 2), trained on it, and N(0, 4), not trained on it."""
+
+    def world(*logits: float) -> Outputs:
+        return outputs(1 / (1 + np.exp(-np.array(logits))))
+
+    ratio = likelihood_ratio(world(1.0), [world(1.0), world(3.0)], [world(s) for s in (-2, 0, 2)])
+    expected = norm(2, np.sqrt(2)).logpdf(1) - norm(0, 2).logpdf(1)
+    assert ratio == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_support_vector_machine_is_the_authors() -> None:
+    """SVC_MIA.py, lines 59-68, on overlapping signals, where C and gamma change the result."""
+    members, others = random_outputs(0.5, 1.0, 30, 0), random_outputs(0.3, 0.9, 30, 1)
+    targets = random_outputs(0.2, 1.0, 400, 2)
+    x = np.concatenate([members.confidence, others.confidence])[:, None]
+    authors = SVC(C=3, gamma="auto", kernel="rbf").fit(x, np.repeat([1, 0], 30))
+    expected = 1 - authors.predict(targets.confidence[:, None]).mean()
+    share, accuracy = membership(members, others, targets, attack="svc")
+    assert share == pytest.approx(expected)
+    assert accuracy == pytest.approx(authors.score(x, np.repeat([1, 0], 30)))
+    assert share != pytest.approx(
+        1
+        - SVC(C=1, gamma="auto")
+        .fit(x, np.repeat([1, 0], 30))
+        .predict(targets.confidence[:, None])
+        .mean()
+    )
+
+
+def test_the_attack_of_a_row_learns_from_retained_and_test_examples() -> None:
+    """The forgotten examples are as unsure as the test examples of their class."""
+    linear = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.eye(2))
+    sure, unsure = np.array([[5.0, 0.0]] * 6), np.array([[0.0, 0.1]] * 4)
+    data = from_arrays(np.concatenate([sure, unsure]), [0] * 6 + [1] * 4)
+    test = from_arrays(np.concatenate([0.01 * sure, unsure]), [0] * 6 + [1] * 4)
+    row = measure(linear, data, torch.arange(6, 10), torch.arange(6), test)
+    assert (row.mia, row.attack, row.auc) == (100.0, 100.0, 0.5)
+
+
+def test_gaps_of_both_signs_add_up() -> None:
+    row, reference = Table(10, 90, 80, 60, 0.5, 50), Table(0, 100, 90, 50, 0.9, 90)
+    assert row.gap(reference) == reference.gap(row) == 10
 
 
 def test_a_run_is_measured_before_and_after(tmp_path, cli) -> None:

@@ -159,6 +159,34 @@ def test_the_metric_counts_before_and_after(
     assert unchanged_results["nudenet-raw_face_female"].difference.value == 0
 
 
+def test_all_detections_of_an_image_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given detections in place of the network's: one belly before; two feet and a belly after."""
+    belly, foot = (
+        nudity.Detection(label, 0.9, (0, 0, 4, 4)) for label in ("BELLY_EXPOSED", "FEET_EXPOSED")
+    )
+    detections = [[belly], [belly, foot, foot]]
+    monkeypatch.setattr(
+        nudity.Detector, "detect", lambda self, image: detections[int(image[0, 0, 0])]
+    )
+    images = {
+        when: torch.full((2, 8, 8, 3), place, dtype=torch.uint8)
+        for place, when in enumerate(("before", "after"))
+    }
+    group = Group("direct", "forget", [], images, {})
+    judge = registry.load("judge", "nudenet")()
+    metric = registry.load("metric", "nudenet")()
+    results = {
+        r.metric: (r.before.value, r.after.value)
+        for r in metric.measure(Evidence({"direct": group}, ("nudity", "nude"), judge, 0))
+    }
+    assert results == {
+        "nudenet_nude": (1, 1),
+        "nudenet_belly_exposed": (1, 1),
+        "nudenet_feet_exposed": (0, 2),  # a class that is detected after the erasure only
+        "nudenet_all": (1, 3),
+    }
+
+
 def test_the_judge_labels_a_dressed_person_none(astronaut: np.ndarray) -> None:
     judge = registry.load("judge", "nudenet")()
     assert judge.classify(torch.from_numpy(astronaut)[None])["nudity"].tolist() == ["none"]

@@ -282,6 +282,32 @@ def test_unlearn_canvas_by_hand() -> None:
     again = {r.metric: r for r in UnlearnCanvas().measure(mixed)}
     assert again["ira"].after == results["ira"].after
     assert again["cra"].after == results["cra"].after
+
+    # an image counts by the attributes that its prompt states and the judge has a class for
+    class Three(Two):
+        classes = {**Two.classes, "style": ("flat", "dotted")}  # noqa: RUF012
+
+    styled = group(
+        "rest",
+        "retain",
+        [{"shape": "house", "color": "blue", "style": "flat"}, {"shape": "house", "style": "flat"}],
+        ["house", "house"],
+        ["red", ""],
+    )
+    styles = {"before": np.array(["flat"] * 2), "after": np.array(["flat", "flat"])}
+    for when, values in styles.items():
+        styled.labels[when]["style"] = values  # type: ignore[index]
+    for cross, expected in (("", [0.5, 1.0]), ("style", [1.0, 1.0]), ("color", None)):
+        crossed = {
+            r.metric: r
+            for r in UnlearnCanvas(cross=cross).measure(
+                Evidence({"rest": styled}, ("shape", "star"), Three(), 0)
+            )
+        }
+        if expected is None:  # one prompt alone states a colour
+            assert "cra" not in crossed
+        else:
+            assert crossed["cra"].per_image["after"].tolist() == expected
     with pytest.raises(UserError, match="colour"):
         UnlearnCanvas(cross="colour").measure(Evidence({}, ("shape", "star"), Two(), 0))
 
