@@ -3,7 +3,8 @@
     python -m benchmarks.attack_steps --state "one of two cores, the other one busy"
 
 An attack runs with few iterations and with more, and one judged image at the end of both. The
-difference of their CPU seconds is that of the iterations alone. The bare passes of the same batch:
+difference of their CPU seconds is that of the iterations alone. The bare passes have the prompts
+that the attack has, which are those of `--batch` that need an attack:
 
 * a forward pass of the UNet, and a backward pass to the embeddings, with frozen weights
 * for attacks on tokens, the same of the text encoder
@@ -49,19 +50,26 @@ class Measured:
     """An attack, and the bare passes of one of its iterations.
 
     Attributes:
-        options: Its options for a number of iterations, with one judged image at the end.
+        options: Its options for a number of iterations and a batch, with one judged image at the
+            end.
         passes: The names of the bare passes.
     """
 
-    options: Callable[[int], dict[str, Any]]
+    options: Callable[[int, int], dict[str, Any]]
     passes: tuple[str, ...]
 
 
 ATTACKS: Mapping[str, Measured] = {
-    "soft_prompt": Measured(lambda n: {"steps": n, "every": n}, ("UNet",)),
-    "concept_inversion": Measured(lambda n: {"steps": n, "every": n}, ("UNet", "text encoder")),
-    "unlearn_diff": Measured(lambda n: {"times": 1, "iterations": n}, ("UNet", "text encoder")),
-    "p4d": Measured(lambda n: {"steps": n, "every": n}, ("UNet", "text encoder", "original")),
+    "soft_prompt": Measured(lambda n, batch: {"steps": n, "every": n}, ("UNet",)),
+    "concept_inversion": Measured(
+        lambda n, batch: {"steps": n, "every": n, "batch": batch}, ("UNet", "text encoder")
+    ),
+    "unlearn_diff": Measured(
+        lambda n, batch: {"times": 1, "iterations": n}, ("UNet", "text encoder")
+    ),
+    "p4d": Measured(
+        lambda n, batch: {"steps": n, "every": n}, ("UNet", "text encoder", "original")
+    ),
 }
 
 
@@ -103,21 +111,30 @@ def repeat(run: Callable[[], object]) -> None:
         run()
 
 
+def count_attacked(suite: suites.Suite, victim: Model, original: Model, n: int) -> int:
+    """Return how many of n prompts an attack has in its batch.
+
+    It leaves out those that the original does not show, and those that need no attack.
+    """
+    protocol = runner.Protocol(suite, "soft_prompt", n=n, batch=n)
+    start = runner.draw_start(protocol, suite.build_judge(), victim, original)
+    return int((~start.pre).sum())
+
+
 def measure(names: list[str], batch: int, repetitions: int) -> list[dict[str, Any]]:
     """Return a row for each attack: CPU seconds of an iteration and of its bare passes."""
     victim, original, suite = load(VICTIM), load(ORIGINAL), suites.load(SUITE)
     for model in (victim, original):
         for part in model.parts.values():
             part.requires_grad_(False)
-    passes = bare_passes(victim, original, batch)
+    attacked = count_attacked(suite, victim, original, batch)
+    passes = bare_passes(victim, original, attacked)
     bare: dict[str, list[float]] = {name: [] for name in passes}
     taken: dict[str, list[float]] = {name: [] for name in names}
 
     def attack(name: str, iterations: int) -> None:
-        protocol = runner.Protocol(
-            suite, name, ATTACKS[name].options(iterations), n=batch, batch=batch
-        )
-        runner.run(protocol, victim, original)
+        options = ATTACKS[name].options(iterations, attacked)
+        runner.run(runner.Protocol(suite, name, options, n=batch, batch=batch), victim, original)
 
     for repetition in range(1 + repetitions):  # the first one fills caches
         for name, run in passes.items():
@@ -128,7 +145,7 @@ def measure(names: list[str], batch: int, repetitions: int) -> list[dict[str, An
             few, more = (seconds_of(partial(attack, name, n)) for n in (FEW, MORE))
             if repetition:
                 taken[name].append((more - few) / (MORE - FEW))
-    return [row(name, batch, taken[name], bare) for name in names]
+    return [row(name, attacked, taken[name], bare) for name in names]
 
 
 def row(
