@@ -21,7 +21,8 @@ The steps "profile: ..." repeat a job under `benchmarks.profile_phases`, which f
 largest costs of each phase. `--pixels 256` gives Stable Diffusion 1.4 a smaller image.
 
 SDXL has no single file, and its jobs are smaller: see JOBS. `--memory` ends a step that asks for
-more, in GB, and its row says so. `--clean` removes models and runs afterwards.
+more, in GB, and its row says so. `--clean` removes models and runs afterwards, and nothing else in
+the folder.
 """
 
 from __future__ import annotations
@@ -124,6 +125,20 @@ class Place:
     def run(self, job: str) -> Path:
         name = re.sub("[^a-z0-9]+", "_", job.lower())
         return self.folder / f"run_{self.family}{self._small}_{name}"
+
+    def clean(self) -> None:
+        """Remove the files of this family's steps, and the folder if it is empty then."""
+        names = ("peak.txt", "phases.json", "images", "kohya.safetensors", "single.safetensors")
+        runs = self.folder.glob(f"{self.run('').name}*")
+        prompts = (self.folder / f"{name}.txt" for name in PROMPTS)
+        model = [] if self.family == "tiny" else [Path(self.model)]
+        for path in [*runs, *prompts, *model, *(self.folder / name for name in names)]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        if not any(self.folder.iterdir()):
+            self.folder.rmdir()
 
 
 # A process begins with the largest resident set of the one that forked it. So a small one does.
@@ -411,7 +426,7 @@ def main() -> None:
         parser.error(f"unknown step {unknown[0]!r}; there are: {', '.join(steps(place))}")
     run(place, args.output, names)
     if args.clean:
-        shutil.rmtree(place.folder)
+        place.clean()
 
 
 if __name__ == "__main__":

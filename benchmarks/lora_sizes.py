@@ -6,6 +6,7 @@ a minute.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,5 +110,12 @@ def render(page: str) -> str:
     return fill_blocks(page, {"lora-sizes": table})
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     PAGE.write_text(render(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

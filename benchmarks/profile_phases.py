@@ -10,6 +10,7 @@ call, since the first one also prepares kernels.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import sys
@@ -123,14 +124,21 @@ def lines(phases: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path, metavar="OUTPUT.json")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the words of concept-eraser")
+    arguments = parser.parse_args(words)
+    if not arguments.command:
+        parser.error("give the words of concept-eraser, e.g. erase RECIPE -o FOLDER")
     from concept_eraser.cli.main import app
 
-    output, *command = words
     try:
         with watched() as phases:
-            app(command, standalone_mode=False)
+            app(arguments.command, standalone_mode=False)
     finally:
-        Path(output).write_text(json.dumps(phases, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(phases, indent=1) + "\n")
     print("\n".join(lines(phases)))
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from benchmarks import full_size, profile_phases
+from benchmarks import full_size, lora_sizes, profile_phases
 from concept_eraser.cli.main import app
 from studies.rendering import benchmarks
 
@@ -39,6 +39,30 @@ def test_the_estimates_of_each_dry_run_are_read(job: str, tmp_path: Path) -> Non
     assert 1 < values["disk_estimate_mb"] < 500
     with pytest.raises(SystemExit, match="no estimate"):
         full_size.estimates("nothing")
+
+
+def test_cleaning_removes_the_files_of_the_benchmark_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of `--work` may be one that also holds other runs."""
+    work = tmp_path / "runs"
+    for name in ("nudity/recipe.yaml", "run_tiny_default_lora/log.jsonl", "sd14/model_index.json"):
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_text("{}")
+    options = ["--family", "tiny", "--steps", "libraries alone", "--clean", "--work", str(work)]
+    options += ["--output", str(tmp_path / "full_size.json")]
+    monkeypatch.setattr(sys, "argv", ["full_size", *options])
+    monkeypatch.setattr(full_size, "LIBRARIES", "pass")
+    full_size.main()
+    assert sorted(path.name for path in work.iterdir()) == ["nudity", "sd14"]
+    place = full_size.Place("sd14", work, 512)
+    place.run("cross-attention").mkdir()
+    place.clean()
+    assert sorted(path.name for path in work.iterdir()) == ["nudity"]
+    own = full_size.Place("tiny", tmp_path / "own", 64)
+    own.run("default LoRA").mkdir(parents=True)
+    own.clean()
+    assert not own.folder.exists()
 
 
 def test_memory_and_errors_are_those_of_the_process(tmp_path: Path) -> None:
@@ -133,6 +157,23 @@ def test_the_costs_of_a_phase_are_its_operators_by_kind(monkeypatch: pytest.Monk
     assert list(row["costs"].values()) == sorted(row["costs"].values(), reverse=True)
     table = profile_phases.lines({"a step": {**row, "costs": {"a": 3.0, "b": 1.0, "others": 0.0}}})
     assert table[-1].endswith("| a 75, b 25, others 0 |")
+
+
+def test_help_and_missing_words_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, code in ((["--help"], 0), ([], 2), (["phases.json"], 2)):
+        with pytest.raises(SystemExit) as end:
+            profile_phases.main(words)
+        assert end.value.code == code
+    assert "OUTPUT.json" in capsys.readouterr().out
+    monkeypatch.setattr(lora_sizes, "PAGE", tmp_path / "lora.md")
+    monkeypatch.setattr(sys, "argv", ["lora_sizes", "--help"])
+    with pytest.raises(SystemExit) as end:
+        lora_sizes.main()
+    assert end.value.code == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -233,6 +233,7 @@ def test_savings_are_exact_where_both_models_break_and_bounded_elsewhere() -> No
         4: (None, None),
     }
     assert (savings["mean"]["value"], savings["mean"]["n"]) == (0.625, 2)
+    assert savings["mean"]["low"] == 0, "a ratio of steps is not negative"
     text = excess.describe_savings(savings)
     assert text.startswith("0.62 [")
     assert text.endswith(

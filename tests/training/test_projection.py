@@ -40,12 +40,14 @@ class Rows:
     def __init__(self, module: nn.Module, inputs: Tensor) -> None:
         self.module, self.inputs = module, inputs
         self.names: list[str] = []
+        self.seeds: list[int] = []
 
     def turn(self, step: int | None) -> dict[str, str]:
         return {}
 
     def draw(self, objective: str, seeds: Any) -> Tensor:
         self.names.append(objective)
+        self.seeds += seeds
         return self.inputs
 
     def loss(self, objective: str, draw: Tensor) -> Tensor:
@@ -83,7 +85,8 @@ def test_the_basis_has_the_first_singular_vectors_of_the_inputs(share: float) ->
         "3.bias",
         "4.bias",
     }
-    assert set(eraser.names) == {"retain"}
+    assert eraser.names == ["retain"] * 8
+    assert len(set(eraser.seeds)) == 8 * 2, "each example of each batch has its own seed"
     with torch.no_grad():
         inputs = {"0.weight": patches(x.numpy(), (2, 1)), "4.weight": net[:4](x).numpy()}
     for name, rows in inputs.items():
@@ -108,6 +111,23 @@ def test_what_is_left_is_orthogonal_and_nothing_else_changes() -> None:
     torch.testing.assert_close(projection.without(rest, basis), rest)
     in_span = (change - rest).flatten(1)
     torch.testing.assert_close(in_span @ basis @ basis.T, in_span)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
+def test_the_rows_of_a_convolution_are_what_its_weight_multiplies(mode: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(2, 3, 3, stride=2, padding=(1, 2), padding_mode=mode).double()
+    x = torch.randn(2, 2, 6, 5, dtype=torch.float64)
+    output = projection.rows_of(layer, x) @ layer.weight.flatten(1).T + layer.bias
+    torch.testing.assert_close(output, layer(x).flatten(2).transpose(1, 2).flatten(0, 1))
+
+
+def test_which_layers_are_projected() -> None:
+    """A grouped convolution multiplies a part of the channels by each weight, so it is held."""
+    module = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.GroupNorm(2, 4))
+    layers = [projection.layer_of(module, f"{place}.weight") for place in range(3)]
+    assert layers == [module[0], None, None]
+    assert projection.layer_of(module, "0.bias") is None
 
 
 def test_inputs_of_zero_have_no_directions() -> None:
