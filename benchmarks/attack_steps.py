@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import positive
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import runner
 from concept_eraser.evaluation.attacks.base import soft_embed
@@ -180,8 +181,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--attacks", nargs="*", default=list(ATTACKS), choices=list(ATTACKS))
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--batch", type=positive, default=16)
+    parser.add_argument("--repetitions", type=positive, default=5)
     parser.add_argument("--state", default="not stated", help="what else runs on the machine")
     parser.add_argument("--output", type=Path, default=FILE)
     args = parser.parse_args()

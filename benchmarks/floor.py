@@ -44,6 +44,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from benchmarks.arguments import device as device_of
+from benchmarks.arguments import positive
 from concept_eraser.data.batches import Examples
 from concept_eraser.erasers.denoiser import Denoiser, DenoiserObjective
 from concept_eraser.losses.denoiser import DenoiserDraw
@@ -312,14 +314,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="compare a training step with a plain loop")
     parser.add_argument("--models", nargs="*", default=["tiny"], choices=list(PIXELS))
     parser.add_argument("--trained", nargs="*", default=list(TRAINED), choices=list(TRAINED))
-    parser.add_argument("--batches", nargs="*", type=int, default=[16, 4])
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--batches", nargs="*", type=positive, default=[16, 4])
+    parser.add_argument("--repetitions", type=positive, default=9)
     parser.add_argument("--state", default="not stated", help="what else runs on the machine")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default="cpu", type=device_of, metavar="{cpu,cuda}")
     parser.add_argument("--output", type=Path, help="floor.json, or floor_gpu.json, by default")
     parser.add_argument("--render", action="store_true", help="only the table, from floor.json")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device: torch.device = arguments.device
     output: Path = arguments.output or (FILE if device.type == "cpu" else GPU_FILE)
     rows = json.loads(output.read_text())["rows"] if output.exists() else []
     for name in arguments.models if not arguments.render else ():

@@ -49,6 +49,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.arguments import positive
 from concept_eraser.data import prompts
 from concept_eraser.erasers.denoiser import Denoiser
 from concept_eraser.evaluation import suite as suites
@@ -633,11 +634,13 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     parser.add_argument("--trained", nargs="*", default=list(TRAINED), choices=list(TRAINED))
     parser.add_argument("--names", nargs="*", default=list(NAMES), choices=list(NAMES))
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--images", type=int, default=64, help="for training, of each objective")
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=50, help="of training before the judge")
-    parser.add_argument("--judged", type=int, default=100, help="images for each share")
+    parser.add_argument("--batch", type=positive, default=8)
+    parser.add_argument(
+        "--images", type=positive, default=64, help="for training, of each objective"
+    )
+    parser.add_argument("--repetitions", type=positive, default=9)
+    parser.add_argument("--steps", type=positive, default=50, help="of training before the judge")
+    parser.add_argument("--judged", type=positive, default=100, help="images for each share")
     parser.add_argument("--other-python", help=f"Python of an environment for {PACKAGE}")
     parser.add_argument("--state", default="not stated", help="what else runs on the machine")
     parser.add_argument("--folder", type=Path, help="for logs and generated images")

@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 from accelerate import Accelerator
 
+from benchmarks.arguments import positive
 from benchmarks.floor import LEFT_OUT, LR, TRAINED, build, eraser_of
 from concept_eraser.methods.munba import Munba
 from concept_eraser.methods.uno import Uno
@@ -156,8 +157,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trained", nargs="*", default=list(TRAINED), choices=list(TRAINED))
-    parser.add_argument("--batches", nargs="*", type=int, default=[16, 4])
-    parser.add_argument("--repetitions", type=int, default=9)
+    parser.add_argument("--batches", nargs="*", type=positive, default=[16, 4])
+    parser.add_argument("--repetitions", type=positive, default=9)
     parser.add_argument("--state", default="not stated", help="what else runs on the machine")
     parser.add_argument("--output", type=Path, default=FILE)
     args = parser.parse_args()

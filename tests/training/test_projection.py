@@ -35,7 +35,7 @@ def network() -> nn.Sequential:
 
 
 class Rows:
-    """An eraser with one objective, whose draw is all of its data."""
+    """An eraser with one objective, whose draws are its examples in turn."""
 
     def __init__(self, module: nn.Module, inputs: Tensor) -> None:
         self.module, self.inputs = module, inputs
@@ -48,7 +48,8 @@ class Rows:
     def draw(self, objective: str, seeds: Any) -> Tensor:
         self.names.append(objective)
         self.seeds += seeds
-        return self.inputs
+        place = len(self.names) % len(self.inputs)
+        return self.inputs[place : place + 1]
 
     def loss(self, objective: str, draw: Tensor) -> Tensor:
         result: Tensor = self.module(draw)
