@@ -9,12 +9,16 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
 import concept_eraser
+from concept_eraser import UserError
+from concept_eraser.training import checkpoint
 from tests.conftest import short
 from tests.processes import Command
 
@@ -81,6 +85,25 @@ def test_ctrl_c_saves_and_prints_how_to_continue(tmp_path: Path) -> None:
     again = start(folder / "recipe.yaml", folder, "--resume")
     assert again.wait() == 0, again.stderr
     assert count_steps(folder) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"params": {"a"}}, "trained other tensors"),
+        ({"params": {"a", "b", "c"}}, "trained other tensors"),
+        ({"params": {"a", "c"}}, "trained other tensors"),
+        ({"origin": "other"}, "started from other weights"),
+        ({"processes": 1}, "written by 2 processes, this is a launch of 1"),
+        ({"processes": 3}, "written by 2 processes, this is a launch of 3"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(change: dict[str, Any], message: str) -> None:
+    state = {"params": {"a": 1, "b": 2}, "origin": "weights", "ranks": 2}
+    run: dict[str, Any] = {"params": {"a", "b"}, "origin": "weights", "processes": 2}
+    checkpoint.require_same_run(Path("state.ckpt"), state, **run)
+    with pytest.raises(UserError, match=message):
+        checkpoint.require_same_run(Path("state.ckpt"), state, **{**run, **change})
 
 
 def test_a_damaged_state_is_named(tmp_path: Path) -> None:
