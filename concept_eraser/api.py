@@ -472,7 +472,7 @@ def plug(pipeline: ModelSource, clip: ModelSource, *, output: str | Path | None 
     model, tower = loading.load(pipeline), loading.load_part(clip, "clip")
     if not isinstance(tower, Clip):
         raise UserError(f"{tower.source} is no CLIP model")
-    model.take_text_tower(tower.text_tower())
+    model.take_text_tower(tower.text_tower(), tower.text_settings())
     if output is not None:
         write_folder(Path(output), model.save, kind="model")
     return model

@@ -344,8 +344,13 @@ class Model(Loaded):
         """
 
     @abstractmethod
-    def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:
+    def take_text_tower(
+        self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None
+    ) -> None:
         """Replace the text encoder's weights by those of a CLIP text tower, in place.
+
+        `settings` are settings of the tower by name that its tensors do not show, such as the
+        activation function. The text encoder must have the same.
 
         Raises UserError if they do not fit.
         """

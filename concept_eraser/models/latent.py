@@ -282,7 +282,9 @@ class Latent(Model):
     def table(self) -> Tensor:
         raise self.lacks("an attack on token embeddings")
 
-    def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:
+    def take_text_tower(
+        self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None
+    ) -> None:
         raise self.lacks("putting in a CLIP text tower")
 
     def protect(self, guard: Guard) -> None:

@@ -177,7 +177,7 @@ def _autoencoder(folder: Path) -> Module:
 
 def _clip(source: Any) -> Loaded:
     family: Any = registry.load("model", "clip")
-    if isinstance(source, tuple):
+    if isinstance(source, tuple) and len(source) == 2:
         return family.from_object(*source)
     if isinstance(source, nn.Module):
         return family.from_object(source)
@@ -209,7 +209,6 @@ def _bundled_clip(family: Any, name: str) -> Loaded:
     weights = resources.tiny_weights()
     tokenizer = CLIPTokenizer.from_pretrained(weights / name / "tokenizer")
     clip = family.from_object(load_bundled_clip(weights), tokenizer, name)
-    clip.keep = [tokenizer]
     clip.mean = clip.std = (0.5, 0.5, 0.5)
     clip.preprocessing = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     return clip

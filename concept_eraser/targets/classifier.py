@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from concept_eraser.data.labelled import Labelled
@@ -10,7 +12,7 @@ from concept_eraser.models.families.clip import Clip
 from concept_eraser.recipes.objective_fields import ObjectiveSpec
 from concept_eraser.recipes.selections import select
 from concept_eraser.targets.context import Context
-from concept_eraser.targets.labelled_data import select_rows
+from concept_eraser.targets.labelled_data import Rows, select_rows
 from concept_eraser.utils.errors import UserError
 
 
@@ -22,7 +24,7 @@ def build(context: Context) -> Classifier:
     """
     recipe = context.recipe
     rows = select_rows(recipe, context.objects)
-    module = _module(context, rows["forget"][0])
+    module = _module(context, rows)
     selected_names = select(
         [name for name, _ in module.named_parameters()], recipe.trainable.select
     )
@@ -50,13 +52,15 @@ def build(context: Context) -> Classifier:
     )
 
 
-def _module(context: Context, data: Labelled) -> nn.Module:
+def _module(context: Context, rows: Mapping[str, Rows]) -> nn.Module:
     model, recipe = context.model, context.recipe
     if recipe.target != "clip":
         return model.part(recipe.target)
     if not isinstance(model, Clip):
         raise UserError(f"{model.source} is no CLIP model")
-    return model.zero_shot(data.names, recipe.templates)
+    for data in {id(data): data for data, _ in rows.values()}.values():
+        model.check_images(data.inputs([0]), data.about)
+    return model.zero_shot(rows["forget"][0].names, recipe.templates)
 
 
 def _anchor_class(spec: ObjectiveSpec, data: Labelled) -> int | None:

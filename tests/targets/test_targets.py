@@ -739,6 +739,15 @@ def test_an_untouched_tower_changes_nothing_and_a_strange_one_is_refused(shared_
         pipe.take_text_tower({k: v[..., :1] for k, v in clip.text_tower().items()})
 
 
+@pytest.mark.parametrize(("name", "value"), [("hidden_act", "gelu"), ("num_attention_heads", 2)])
+def test_a_tower_that_computes_otherwise_is_refused(name: str, value: Any) -> None:
+    """Its tensors have the shapes of the text encoder's."""
+    clip = load_part("tiny-sd", "clip")
+    setattr(clip.module.config.text_config, name, value)
+    with pytest.raises(UserError, match=f"its {name} is {value}, and .* is needed"):
+        api.plug("tiny-sd", clip)
+
+
 def train(net: nn.Module, folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
     training = {
         **SHORT,

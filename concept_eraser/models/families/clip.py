@@ -8,7 +8,8 @@ towers are differentiable.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from concept_eraser.models.completeness import require_all_weights
+from concept_eraser.models.completeness import require_all_weights, require_vocabulary
 from concept_eraser.models.folder_check import check_part
+from concept_eraser.models.latent import tokens_of
 from concept_eraser.models.module import Module
 from concept_eraser.storage.readers import read_json, read_tensors
 from concept_eraser.utils.errors import UserError, first_line
+
+log = logging.getLogger(__name__)
+# settings of a text tower that the shapes of its tensors do not determine
+TEXT_SETTINGS = ("hidden_act", "num_attention_heads", "layer_norm_eps")
 
 
 class ZeroShot(nn.Module):
@@ -78,6 +84,28 @@ def is_open_clip(model: nn.Module) -> bool:
     return hasattr(model, "encode_image") and hasattr(model, "encode_text")
 
 
+def vocabulary_size(model: Any) -> int:
+    """Return the number of tokens that the text tower of a CLIP model has embeddings of."""
+    if is_open_clip(model):
+        return int(getattr(model, "vocab_size", None) or model.text.vocab_size)  # CoCa: the latter
+    return int(model.config.text_config.vocab_size)
+
+
+def _require_clip_model(model: Any) -> None:
+    """Raise UserError for a module that is no CLIP model of transformers or open_clip."""
+    towers = ("text_model", "vision_model", "text_projection", "visual_projection")
+    is_clip = (
+        hasattr(model.visual, "image_size")
+        if is_open_clip(model) and hasattr(model, "visual")
+        else all(hasattr(model, name) for name in towers)
+    )
+    if not is_clip:
+        raise UserError(
+            f"a {type(model).__name__} is no CLIPModel of transformers and no model of open_clip; "
+            "give (CLIPModel, tokenizer) or an open_clip model"
+        )
+
+
 def image_size(model: Any) -> int:
     size = model.visual.image_size if is_open_clip(model) else model.config.vision_config.image_size
     return int(size[0] if isinstance(size, tuple | list) else size)
@@ -102,7 +130,10 @@ class Clip(Module):
     def zero_shot(self, names: Sequence[str], templates: Sequence[str]) -> ZeroShot:
         """Return the model as a classifier of some names.
 
-        Raises UserError for a template without a place for the name.
+        Prompts that are longer than the text tower's length are cut off, with a warning.
+
+        Raises UserError for a template without a place for the name, and for a tokenizer with more
+        tokens than the text tower.
         """
         wrong = [t for t in templates if "{}" not in t]
         if wrong or not templates:
@@ -111,8 +142,45 @@ class Clip(Module):
                 f"{wrong[0] if wrong else 'none'!r}; e.g. 'a photo of a {{}}'"
             )
         texts = [template.replace("{}", name) for name in names for template in templates]
-        tokens = self.tokenize(texts).unflatten(0, (len(names), len(templates)))
+        ids = self.tokenize(texts)
+        size = vocabulary_size(self.module)
+        if int(ids.max()) >= size:
+            raise UserError(
+                f"{self.source}: its tokenizer gives the token {int(ids.max()):,}, and its text "
+                f"tower has {size:,} tokens; give the tokenizer that it was trained with"
+            )
+        tokens = ids.unflatten(0, (len(names), len(templates)))
         return ZeroShot(self.module, tokens, self.mean, self.std).to(self.device)
+
+    def check_images(self, images: Tensor, about: str) -> None:
+        """Check examples of some data, and warn of those with fewer pixels than the model reads.
+
+        Args:
+            images: Some examples. Only images [n, channels, h, w] are checked.
+            about: A description of the data.
+
+        Raises:
+            UserError: The pixels are not in [-1, 1].
+        """
+        if images.ndim != 4:
+            return
+        low, high = float(images.min()), float(images.max())
+        if low < -1.01 or high > 1.01:
+            raise UserError(
+                f"{about}: a CLIP model reads images in [-1, 1] here, found pixels from {low:.3g} "
+                f"to {high:.3g}; scale them, and leave out the model's own normalisation, which "
+                "is applied to them"
+            )
+        size, width = image_size(self.module), max(images.shape[-2:])
+        if width < size:
+            log.warning(
+                "The images of %s are %d pixels wide and are enlarged to the %d of the CLIP "
+                "model. A folder or named set of larger ones has the option size: %d.",
+                about,
+                width,
+                size,
+                size,
+            )
 
     @classmethod
     def from_object(
@@ -120,14 +188,21 @@ class Clip(Module):
     ) -> Clip:
         """Wrap a transformers CLIPModel or an open_clip model.
 
-        `tokenizer` is that library's. For open_clip it has a default.
+        Args:
+            model: The model.
+            tokenizer: That library's. For transformers also a CLIPProcessor, whose mean and
+                standard deviation of the pixels are then used. For open_clip it has a default.
+            source: The model's name.
+
+        Raises:
+            UserError: The model is of another kind, or it needs a tokenizer.
         """
+        _require_clip_model(model)
         if is_open_clip(model):
-            from open_clip import SimpleTokenizer
             from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
             clip: Any = model
-            tokenizer = tokenizer or SimpleTokenizer(context_length=int(clip.context_length))
+            tokenizer = tokenizer or _default_tokenizer(clip)
             preprocessing = getattr(clip.visual, "preprocess_cfg", {})
             mean, std = (
                 preprocessing.get("mean", OPENAI_DATASET_MEAN),
@@ -145,23 +220,23 @@ class Clip(Module):
                 "a CLIPModel needs its tokenizer: pass (model, CLIPTokenizer), or give "
                 "the folder they were saved to"
             )
-        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-
-        return cls(
-            module=model,
-            tokenize=_padding_tokenizer(tokenizer),
-            source=source,
-            mean=OPENAI_CLIP_MEAN,
-            std=OPENAI_CLIP_STD,
-        )
+        image_processor = getattr(tokenizer, "image_processor", None)
+        preprocessing = {
+            key: getattr(image_processor, key, None) for key in ("image_mean", "image_std")
+        }
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # that of a CLIPProcessor
+        wrapped = cls._of_transformers(model, tokenizer, source, preprocessing)
+        if image_processor is not None:
+            wrapped.keep = [tokenizer, image_processor]
+        return wrapped
 
     @classmethod
     def from_folder(cls, folder: Path, source: str) -> Clip:
         """Load a folder of transformers' CLIPModel with its tokenizer, safetensors only."""
         from transformers import CLIPModel, CLIPTokenizer
-        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
         check_part(folder)
+        require_vocabulary(folder)
         try:
             model = CLIPModel.from_pretrained(folder, use_safetensors=True)
             tokenizer = CLIPTokenizer.from_pretrained(folder)
@@ -170,19 +245,28 @@ class Clip(Module):
                 f"{folder} holds no CLIP model that can be loaded ({first_line(error)})"
             ) from error
         require_all_weights(model, folder)
-        config_path = folder / "preprocessor_config.json"
-        config = read_json(config_path) if config_path.exists() else {}
-        mean, std = (
-            config.get("image_mean", OPENAI_CLIP_MEAN),
-            config.get("image_std", OPENAI_CLIP_STD),
-        )
+        preprocessing = _read_preprocessing(folder)
+        clip = cls._of_transformers(model, tokenizer, source, preprocessing or {})
+        clip.preprocessing = preprocessing
+        return clip
+
+    @classmethod
+    def _of_transformers(
+        cls, model: nn.Module, tokenizer: Any, source: str, preprocessing: Mapping[str, Any]
+    ) -> Clip:
+        """Wrap a CLIPModel, with the settings of its image processor."""
+        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+        config: Any = model.config
         clip = cls(
-            module=model, tokenize=_padding_tokenizer(tokenizer), source=source, mean=mean, std=std
+            module=model,
+            tokenize=_padding_tokenizer(tokenizer, config.text_config.max_position_embeddings),
+            source=source,
+            mean=preprocessing.get("image_mean") or OPENAI_CLIP_MEAN,
+            std=preprocessing.get("image_std") or OPENAI_CLIP_STD,
         )
         # written beside the weights, so that the folder can be opened again
         clip.keep = [tokenizer]
-        if config_path.exists():
-            clip.preprocessing = config
         return clip
 
     def text_tower(self) -> dict[str, Tensor]:
@@ -198,6 +282,11 @@ class Clip(Module):
             )
         tower: nn.Module = self.module.text_model  # type: ignore[assignment]
         return dict(tower.state_dict())
+
+    def text_settings(self) -> dict[str, Any]:
+        """Return the settings of a transformers text tower that its tensors do not show."""
+        config: Any = self.module.config
+        return {name: getattr(config.text_config, name) for name in TEXT_SETTINGS}
 
     keep: Sequence[Any] = ()
     preprocessing: dict[str, Any] | None = None
@@ -243,18 +332,36 @@ def load_bundled_clip(weights: Path) -> Any:
     return clip.eval().requires_grad_(False)
 
 
-def _padding_tokenizer(tokenizer: Any) -> Callable[[Sequence[str]], Tensor]:
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # the file of a CLIPProcessor
-    length = min(int(tokenizer.model_max_length), 77)
-    return lambda texts: (
-        tokenizer(
-            list(texts),
-            padding="max_length",
-            max_length=length,
-            truncation=True,
-            return_tensors="pt",
-        ).input_ids
-    )
+def _read_preprocessing(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of a folder's image processor; None if it has none.
+
+    A CLIPProcessor of transformers 5 writes them into a file of its own.
+    """
+    path = folder / "preprocessor_config.json"
+    if path.exists():
+        return dict(read_json(path))
+    path = folder / "processor_config.json"
+    settings = read_json(path).get("image_processor") if path.exists() else None
+    return settings if isinstance(settings, dict) else None
+
+
+def _default_tokenizer(model: Any) -> Any:
+    """Return open_clip's default tokenizer for a model. Raises UserError if it is not its own."""
+    from open_clip import SimpleTokenizer
+
+    tokenizer = SimpleTokenizer(context_length=int(model.context_length))
+    size = vocabulary_size(model)
+    if size != tokenizer.vocab_size:
+        raise UserError(
+            f"an open_clip model of {size:,} tokens does not read those of open_clip's default "
+            f"tokenizer ({tokenizer.vocab_size:,}); pass (model, open_clip.get_tokenizer(name))"
+        )
+    return tokenizer
+
+
+def _padding_tokenizer(tokenizer: Any, positions: int) -> Callable[[Sequence[str]], Tensor]:
+    length = min(int(tokenizer.model_max_length), int(positions))
+    return lambda texts: tokens_of(tokenizer, texts, length).input_ids
 
 
 PLUGIN = Clip

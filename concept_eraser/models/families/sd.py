@@ -103,12 +103,26 @@ class StableDiffusion(Variance):
         null = self.null().repeat(len(prompts)).tensors["states"]
         return {"prompt_embeds": prompts.tensors["states"], "negative_prompt_embeds": null}
 
-    def take_text_tower(self, tensors: Mapping[str, Tensor]) -> None:
+    def take_text_tower(
+        self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None
+    ) -> None:
         """Replace the text encoder's weights by those of a CLIP text tower, in place.
 
-        The names of the tensors begin at its root. Raises UserError for another architecture; then
-        nothing is changed.
+        Args:
+            tensors: The tower's tensors. Their names begin at its root.
+            settings: Settings of the tower by name that its tensors do not show, which must be the
+                text encoder's own, such as the activation function.
+
+        Raises:
+            UserError: The tower is of another architecture. Nothing is changed then.
         """
+        config = self.pipeline.text_encoder.config
+        for name, value in (settings or {}).items():
+            if getattr(config, name) != value:
+                raise UserError(
+                    f"the text tower does not fit the text encoder of {self.source}: its {name} is "
+                    f"{value}, and {getattr(config, name)} is needed; plug in one of the same model"
+                )
         own = self.pipeline.text_encoder.state_dict()
         new_weights = {name: tensors.get(name.removeprefix("text_model.")) for name in own}
         wrong = [k for k, v in new_weights.items() if v is None or v.shape != own[k].shape]
