@@ -738,6 +738,12 @@ def attack(
         >>> campaign = concept_eraser.attack("runs/tiny_star_munba", "ring_a_bell", n=20)
         >>> success_rate = campaign.rates()["asr"]
     """
+    if write.is_labelled(model):
+        raise UserError(
+            f"{model} is a run on labelled data, which has no prompts to attack; "
+            "`concept-eraser evaluate` runs membership attacks on it. The text encoder of a CLIP "
+            "model can be attacked in a pipeline, see concept_eraser.plug"
+        )
     suite_content = suites.load(suite if suite is not None else suite_matching.suite_of(model))
 
     def protocol_of(source: keywords.CascadeEntry, values: Mapping[str, Any]) -> runner.Protocol:

@@ -115,14 +115,27 @@ def _evaluation(path: Path) -> dict[str, Any]:
 def source(objective: Any) -> str:
     """Name the prompts or data of an objective, without paths of this machine.
 
-    Prompts that a recipe spells out have the name `about`, if they have one.
+    Prompts that a recipe spells out have the name `about`, if they have one. Of labelled data the
+    selection is named too.
     """
     data_source = getattr(objective, "prompts", None) or getattr(objective, "data", None)
     if isinstance(data_source, list | tuple):
         return f"{len(data_source)} prompts"
     if isinstance(data_source, Mapping):
         return shorten(str(data_source.get("about") or "prompts of its own"))
-    return shorten(str(data_source))
+    return shorten(str(data_source)) + _selection(objective)
+
+
+def _selection(objective: Any) -> str:
+    """Name which of its labelled data an objective has; "" for all of them."""
+    classes, share, indices = (
+        getattr(objective, key, None) for key in ("classes", "share", "indices")
+    )
+    parts = [shorten(", ".join(map(str, classes)))] if classes else []
+    parts += [f"{100 * share:g} %"] if share else []
+    if indices:
+        parts += ["listed examples" if isinstance(indices, str) else f"{len(indices)} examples"]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def concept_of(results: Mapping[str, Any]) -> dict[str, str]:

@@ -152,6 +152,7 @@ def card(
         ],
         "unmeasured": ", ".join(map(_cell, findings.missing(findings.evaluations))),
         "several": findings.several,
+        "has_prompts": recipe.target in recipes.PROMPTED,
         "attacks": list(_attack_rows(findings.attacks, findings.several)),
         "excess": list(_excess_rows(findings.attacks)),
         "unattacked": ", ".join(map(_cell, findings.missing(list(findings.attacks.values()))))
@@ -305,9 +306,9 @@ def _objective_rows(recipe: Recipe, environment: Mapping[str, Any]) -> Iterator[
         anchor_text = (
             _list_options(clean(anchor)) if isinstance(anchor, Mapping) else clean(anchor) or "-"
         )
-        count, loss = (
-            (None, "-") if is_edit(recipe) else (getattr(objective, "n", None), str(objective.loss))
-        )
+        has_count = "n" not in recipe.unused_settings
+        count = getattr(objective, "n", None) if has_count and not is_edit(recipe) else None
+        loss = "-" if is_edit(recipe) else str(objective.loss)
         yield [
             name,
             _code(card_results.source(objective)),

@@ -331,6 +331,12 @@ def test_a_run_on_labelled_data(tmp_path: Path) -> None:
     )
     assert "| table | mia | - | - | 0.250 | - | - |" in text
     assert ModelCard(text).data.pipeline_tag == "image-classification"
+    assert "after erasing **digits (3)** with munba" in text
+    assert "| forget | `digits (3)` | - | all | - | ascent | - |" in text
+    assert not any(word in text for word in ("## Attacks", "concept-eraser attack", "paired"))
+    assert "## Limits" not in text
+    with pytest.raises(UserError, match="has no prompts to attack"):
+        concept_eraser.attack(run, "random_tokens")
 
 
 def test_a_closed_form_is_not_described_as_training(tmp_path: Path) -> None:
