@@ -91,6 +91,11 @@ def cluster_bootstrap(
     The lowest numbers are of rates whose distribution over seeds is skewed, the highest of equal
     rates.
 
+    Those seeds had images of their own. Where all seeds have the same prompts, the interval is for
+    these prompts and does not cover their choice. In 200 simulations of 48 common prompts, with
+    probabilities of success drawn from Beta(0.3, 0.3), it held the mean over all prompts in 100 %
+    (3 seeds), 87 % (5) and 68 % (10).
+
     Where no draw differs from another, the interval is nan.
 
     Args:

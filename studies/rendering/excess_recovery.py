@@ -43,6 +43,7 @@ def attack_key(concept: str, model: str, attack: str) -> str:
 MARGIN = 0.1  # the largest difference of a success that counts as none, in the tests of equivalence
 WITHIN = 0.9  # the confidence of the intervals of these tests
 BESIDE = ("retained", "unseen")  # groups of prompts without the concept
+NEIGHBOURS = "accuracy on neighbours %"
 
 
 def selection_key(entry: str) -> str:
@@ -311,7 +312,10 @@ def _by_seed(contents: Sequence[Content]) -> dict[int, np.ndarray]:
 
 
 def model_table(contents: Sequence[Content]) -> str:
-    """Return a row for each erasure: what it draws, and how far it is from the controls."""
+    """Return a row for each erasure: what it draws, and how far it is from the controls.
+
+    The column of neighbours is there if a suite has them.
+    """
     rows = [
         [
             "model",
@@ -320,6 +324,7 @@ def model_table(contents: Sequence[Content]) -> str:
             "the same of models that never learned it %",
             "retain accuracy %",
             "accuracy on unseen concepts %",
+            NEIGHBOURS,
             "other attributes, retained and unseen: points",
             "gap to retraining: concept; retained; unseen",
         ]
@@ -334,10 +339,14 @@ def model_table(contents: Sequence[Content]) -> str:
                 "; ".join(f"{100 * rate:.1f}" for rate in never_learned_rates(group[0])) or "-",
                 share(pool(list(group), f"accuracy_{attribute}", "retained")),
                 share(pool(list(group), f"accuracy_{attribute}", "unseen")),
+                share(pool(list(group), f"accuracy_{attribute}", "neighbours")),
                 _other_attributes(group, attribute),
                 "; ".join(_gap(group, name) for name in ("direct", "retained", "unseen")),
             ]
         )
+    column = rows[0].index(NEIGHBOURS)
+    if all(row[column] == "-" for row in rows[1:]):
+        rows = [[*row[:column], *row[column + 1 :]] for row in rows]
     return table(rows)
 
 

@@ -556,7 +556,9 @@ def _reading_text(leaderboard: dict) -> str:
         "It is near 0 if one of the three fails. Its unit is the method: another method does not "
         "change it, as it can change a rank. Over several tasks it is the mean of their summaries.",
         f"Ranks: the median and 95 % of {ranks.DRAWS:,} draws of all counts; 1 is best. Beaten by: "
-        "methods that are significantly better in one column and significantly worse in none.",
+        "methods that are significantly better in one column and significantly worse in none. The "
+        "draws, and the claims that are compared with them, treat all images and attacked prompts "
+        "as independent, also those of one training seed.",
         "Seconds: of the training process on one core; earlier runs have the seconds of the clock.",
         "Memory: the peak of the process in three steps of 16 examples for each objective, above "
         "its memory before them. It is measured in a process of its own.",

@@ -104,7 +104,7 @@ def _conclusion(runs: Any, concepts: list[str]) -> str:
     text = f"For {len(inside)} of {len(inside) + len(outside)} concepts every number of the run by "
     text += "name lies within the interval of the run with hand-written prompts, or is better."
     if better:
-        text += f" Better are {'; '.join(better)}."
+        text += f" Better, by one image or more, are {'; '.join(better)}."
     if same := [name for name, _ in inside if _has_equal_prompts(runs, name)]:
         text += (
             f" For {', '.join(same)} both runs have the same prompts, and therefore equal weights."

@@ -130,16 +130,17 @@ def verdict(found: list[tuple[str, Correlation]]) -> str:
     if not found:
         return f"No published table has {LEAST} methods of ours, so no order is compared."
     agreeing = [one for _, one in found if one.p < LEVEL and one.tau > 0]
-    negative = [one for _, one in found if one.tau < 0]
+    negative = [one for _, one in found if one.rho < 0]
     numbers = "; ".join(
         f"{task}, {one.theirs} with our {LABELS[one.ours]}: {one.rho:.2f}" for task, one in found
     )
     start = (
         f"{len(agreeing)} of {len(found)} rank correlations are significantly positive"
         if agreeing
-        else f"The rank correlation is low: none of {len(found)} is significantly positive"
+        else f"No agreement is shown: none of {len(found)} correlations is significantly positive"
     )
-    end = f", and {len(negative)} are negative" if negative else ""
+    verb = "is" if len(negative) == 1 else "are"
+    end = f", and {len(negative)} {verb} negative" if negative else ""
     return f"**{start}{end}.** Spearman's rho: {numbers}."
 
 

@@ -66,7 +66,7 @@ def test_a_correlation_is_that_of_the_common_methods() -> None:
     assert head.removesuffix(" |") in text
 
 
-def test_the_first_sentence_says_that_a_correlation_is_low() -> None:
+def test_the_first_sentence_says_that_no_agreement_is_shown() -> None:
     values = {f"M{i}": [float(i)] * 3 for i in range(8)}
     orders = {"same": range(8), "low": (4, 7, 2, 5, 0, 6, 3, 1)}
     found = {
@@ -80,7 +80,17 @@ def test_the_first_sentence_says_that_a_correlation_is_low() -> None:
     }
     assert found["low"][0].rho < 0 < published.LEVEL < found["low"][0].p
     assert verdicts["low"].startswith(
-        "**The rank correlation is low: none of 2 is significantly positive, and 2 are negative.**"
+        "**No agreement is shown: none of 2 correlations is significantly positive, and 2 are "
+        "negative.**"
     )
     assert verdicts["same"].startswith("**2 of 2 rank correlations are significantly positive.**")
     assert published.verdict([]).startswith("No published table has 8 methods")
+
+
+def test_the_first_sentence_counts_the_negative_coefficients_that_it_prints() -> None:
+    """Spearman's coefficient is printed. It may be negative where Kendall's is 0."""
+    one = published.Correlation("Post-ASR", "attack_success", ("A",), rho=-0.05, tau=0.0, p=1.0)
+    text = published.verdict([("one", one)])
+    assert text.startswith("**No agreement is shown: none of 1 correlations is significantly ")
+    assert ", and 1 is negative.** Spearman's rho: " in text
+    assert text.endswith(": -0.05.")
