@@ -145,7 +145,12 @@ def argument_types() -> Iterator[tuple[str, str]]:
     from concept_eraser.recipes import keywords
 
     names = {"ModelSource": base.ModelSource, **vars(keywords)}
-    places = {"Objective": "forget", "Elastic": "forget.elastic", "Lora": "trainable.lora"}
+    places = {
+        "Objective": "forget",
+        "Trajectory": "forget.trajectory",
+        "Elastic": "forget.elastic",
+        "Lora": "trainable.lora",
+    }
     for name, kind in names.items():
         if isinstance(kind, type) and name.endswith("Settings"):
             section = name.removesuffix("Settings")

@@ -159,6 +159,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "loss relabel": {"forget": {"loss": "relabel"}},
     "loss resteer": {"forget": {"loss": "resteer"}},
     "loss slider": {"forget": {"loss": "slider", "mixture": {"": 1, "a red circle": 2, "a": -2}}},
+    "loss balance": {
+        "forget": {
+            "loss": "balance",
+            "images": "free",
+            "trajectory": {"steps": 4, "early": 1, "late": 1},
+        }
+    },
     "noised anchor": {"forget": {"noised": "anchor"}},
     "teacher current": {"forget": {"teacher": "current"}},
     "empty prompts": {"forget": {"empty_prompts": 0.5}},

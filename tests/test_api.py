@@ -44,6 +44,7 @@ FUNCTIONS = (
 SETTINGS = {
     keywords.AttackSettings: objective_fields.AttackSpec,
     keywords.ElasticSettings: objective_fields.ElasticSpec,
+    keywords.TrajectorySettings: objective_fields.TrajectorySpec,
     keywords.GenerationSettings: training_fields.GenerationSpec,
     keywords.HistogramSettings: objective_fields.HistogramSpec,
     keywords.LoraSettings: trainable_fields.LoraSpec,

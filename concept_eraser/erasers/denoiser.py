@@ -12,12 +12,15 @@ A search (`AttackTerms.search`) keeps several offsets, delta [K, tokens, width].
 forgotten prompts are under the offset of round r - 1 (none in the first), and the attack learns
 that of round r. After the last round the weights have their original values again, and each
 forgotten example has one of the K offsets, or none.
+
+With the loss `balance` an objective has a scalar log Z, which is trained beside the weights and
+discarded at the end. Its draws are trajectories that its teacher samples for the anchors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +28,7 @@ from torch import Tensor, nn
 from concept_eraser.data.batches import Batch, Examples
 from concept_eraser.erasers.base import NO_TERMS, AttackTerms, Inseparable, Part
 from concept_eraser.erasers.elastic import fisher, penalty
+from concept_eraser.erasers.trajectories import sample_trajectories
 from concept_eraser.losses import LossSettings, Teacher, find
 from concept_eraser.losses.denoiser import LOSSES, DenoiserDraw, no_grad_prediction
 from concept_eraser.models.base import Condition, Model
@@ -91,7 +95,13 @@ class Denoiser(Part):
                 raise model.lacks("an adversary on the text's embedding")
             kept = (max(1, attack.kept), *one.shape[1:])
             self.delta = nn.Parameter(torch.zeros(kept, dtype=torch.float32, device=model.device))
+        self.log_z: dict[str, nn.Parameter] = {}
         for name, objective in objectives.items():
+            if objective.loss == "balance":
+                first = torch.zeros(1, dtype=torch.long)
+                model.ancestral(first + 1, first)  # some families have no such step
+                value = torch.tensor(objective.settings.trajectory.log_z, dtype=torch.float32)
+                self.log_z[name] = nn.Parameter(send(value, model.device))
             if objective.examples.latents is None and find(LOSSES, objective.loss).needs_images:
                 image_free_losses = sorted(k for k, v in LOSSES.items() if not v.needs_images)
                 raise UserError(
@@ -109,6 +119,10 @@ class Denoiser(Part):
                     f"text, as in Stable Diffusion 1, 2 and XL; {model.source} "
                     f"({model.family}) has none"
                 )
+
+    def scratch(self) -> dict[str, nn.Parameter]:
+        """The log Z of each objective with the loss `balance`."""
+        return {f"log_z.{name}": value for name, value in self.log_z.items()}
 
     def turn(self, step: int | None) -> dict[str, str]:
         """Begin a step. The weights have their original values again after a search."""
@@ -136,6 +150,8 @@ class Denoiser(Part):
             [torch.randn((1, *self.model.latent_shape()), generator=g) for g in generators]
         )
         noise = send(noise, device)
+        if objective.loss == "balance" and batch.latents is None:
+            return self._draw_trajectories(objective, batch, noise, generators)
         if batch.latents is None:
             return self._draw_free(objective, batch, noise, generators[0])
         low, high = objective.timesteps
@@ -208,6 +224,33 @@ class Denoiser(Part):
             target=None,
             positions=batch.positions,
             mixture=batch.mixture,
+        )
+
+    def _draw_trajectories(
+        self,
+        objective: DenoiserObjective,
+        batch: Batch,
+        noise: Tensor,
+        generators: Sequence[torch.Generator],
+    ) -> DenoiserDraw:
+        """Sample a trajectory for each anchor by the teacher."""
+        with self.weights_of(objective.settings.teacher) as weights:
+            trajectory = sample_trajectories(
+                self.model,
+                batch,
+                noise,
+                generators=generators,
+                terms=objective.settings.trajectory,
+                weights=weights,
+            )
+        return DenoiserDraw(
+            trajectory.noisy[0],
+            trajectory.t[0],
+            condition=batch.condition,
+            anchor=batch.anchor,
+            null=batch.null,
+            target=None,
+            trajectory=trajectory,
         )
 
     def predict(
@@ -285,6 +328,8 @@ class Denoiser(Part):
         name = self.objective_of(objective_name)
         objective = self.objective_by_name[name]
         loss, settings = find(LOSSES, objective.loss), objective.settings
+        if name in self.log_z:
+            settings = replace(settings, log_z=self.log_z[name])
         if self.attack.kept:
             value = objective.scale * loss.compute(self, draw, settings)
             if objective_name == "attack" and self.delta is not None:
@@ -319,12 +364,14 @@ class Denoiser(Part):
 
         Raises:
             Inseparable: There is an adversary or an elastic penalty, or a loss needs more than the
-                denoiser's prediction for the own prompt.
+                denoiser's prediction for the own prompt at one time step.
         """
         if self.delta is not None or self.fisher:
             raise Inseparable(
                 "the losses depend on an adversary or an elastic penalty, not on predictions alone"
             )
+        if self.log_z:
+            raise Inseparable("the loss 'balance' has predictions at many time steps")
         answers = self._teachers(draws)  # before any activations are stored
         rows = list(draws.values())
         prediction = self.model.denoise(

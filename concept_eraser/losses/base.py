@@ -20,6 +20,27 @@ ConditionName = Literal["own", "anchor", "null", "mixture"]
 
 
 @dataclass(frozen=True)
+class TrajectoryTerms:
+    """Settings of the loss `balance`. The defaults are those of EraseFlow's code.
+
+    Attributes:
+        steps: The time steps of the sampler.
+        guidance: The guidance of the sampler, and of the prediction in training.
+        early: How many of the steps before the last `late` count, drawn for each trajectory.
+        late: How many of the last steps count, all of them.
+        log_beta: The logarithm of beta, the reward of every trajectory.
+        log_z: The first value of log Z, which is trained.
+    """
+
+    steps: int = 50
+    guidance: float = 5.0
+    early: int = 10
+    late: int = 10
+    log_beta: float = 2.5
+    log_z: float = -0.1953
+
+
+@dataclass(frozen=True)
 class LossSettings:
     """Settings of an objective that losses read. Each loss reads some of them.
 
@@ -34,6 +55,8 @@ class LossSettings:
         beta: Of `npo`.
         anchor: Of a classifier, the class to predict instead.
         kl: Of a VAE, the weight of the KL term.
+        trajectory: Of the loss `balance`.
+        log_z: For `balance`, the present value of log Z, a scalar in training.
     """
 
     teacher: Teacher = "frozen"
@@ -44,6 +67,8 @@ class LossSettings:
     beta: float = 0.1
     anchor: int | None = None
     kl: float = 1.0
+    trajectory: TrajectoryTerms = TrajectoryTerms()
+    log_z: Tensor | None = None
 
 
 class Loss(ABC):

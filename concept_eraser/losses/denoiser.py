@@ -25,6 +25,10 @@ before training by default), x_t a noised latent of an example, c its prompt, a 
   the prompt under attack k of K (0: none), s = `eta`, and m the mean of eps*(x_t, c_j) - n over all
   K + 1; while the attacks are searched for, the target is n: STEREO (arXiv 2408.16807;
   koushiksrivats/robust-concept-erasing, utils/apg.py, normalized_compositional_guidance)
+* balance mean (log Z + sum_k (log p(x_{k+1} | x_k, c) - log q(x_k | x_{k+1})) - log beta)^2,
+  x_k along a trajectory that DDIM sampled for the anchor, p a step of DDIM by the model in
+  training, q one of the diffusion, log Z a trained scalar: EraseFlow (NeurIPS 2025;
+  Abhiramkns/EraseFlow, utils/train_step.py), see trajectory.py beside this module
 * resteer mean A^2, A the cross-attention to the concept's tokens: Forget-Me-Not (arXiv 2303.17591;
   SHI-Labs/Forget-Me-Not, src/train_attn.py, lines 272-285)
 
@@ -72,7 +76,7 @@ esd have the teacher's unconditional prediction as their target. The training fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -88,6 +92,7 @@ from concept_eraser.losses.base import (
     each,
     preference,
 )
+from concept_eraser.losses.trajectory import TrajectorySteps, squared_balance
 from concept_eraser.models.base import Condition
 
 
@@ -113,11 +118,13 @@ class DenoiserDraw:
     is_attacked: bool = False
     # [b]: of a search for several attacks, the number of each example's, 0 for none
     attacks: Tensor | None = None
+    # of the loss balance: the steps of each example's trajectory; `noisy` is its first state
+    trajectory: TrajectorySteps | None = None
 
     @property
     def terms(self) -> int:
         """The number of terms in the mean of a loss on this draw."""
-        return self.noisy.numel()
+        return self.noisy.numel() if self.trajectory is None else len(self.noisy)
 
 
 class Predictor(Protocol):
@@ -204,6 +211,22 @@ def stereo(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tens
     return _mse(model.predict(draw), target)
 
 
+def balance(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
+    assert draw.trajectory is not None  # drawn for this loss
+    assert settings.log_z is not None  # the eraser has it
+    terms = settings.trajectory
+
+    def predict(noisy: Tensor, t: Tensor) -> Tensor:
+        place = replace(draw, noisy=noisy, t=t, trajectory=None)
+        own = model.predict(place).float()
+        if terms.guidance <= 1:  # as in the sampler
+            return own
+        free = model.predict(place, place.null).float()
+        return free + terms.guidance * (own - free)
+
+    return squared_balance(draw.trajectory, predict, log_z=settings.log_z, log_beta=terms.log_beta)
+
+
 def histogram(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
     assert settings.shows is not None  # the recipe's section of this name brings a judge
     absence = 1 - settings.shows(model.image(draw)).mean()
@@ -230,6 +253,7 @@ LOSSES: dict[str, Loss] = {
     "data": Formula(data, needs_images=True),
     "ascent": Formula(ascent, needs_images=True),
     "anchor": Formula(anchor, needs_anchor=True, holds_empty=True, teachers=_anchor),
+    "balance": Formula(balance, needs_anchor=True),
     "esd": Formula(esd, holds_empty=True, teachers=_neutral_and_own),
     "distill": Formula(distill, holds_empty=True, teachers=_own),
     "relabel": Formula(data, images="anchor", needs_anchor=True, needs_images=True),

@@ -54,6 +54,21 @@ class Condition:
         return Condition({k: v.expand(n, *v.shape[1:]) for k, v in self.tensors.items()})
 
 
+@dataclass(frozen=True)
+class AncestralStep:
+    """A step of DDIM with eta 1, and the step of the diffusion that it reverses.
+
+    p(x_s | x_t) = N(state x_t + prediction f(x_t), sigma^2), with f the denoiser's prediction, and
+    q(x_t | x_s) = N(signal x_s, noise^2), for s < t. All are [b, 1, 1, 1].
+    """
+
+    state: Tensor
+    prediction: Tensor
+    sigma: Tensor
+    signal: Tensor
+    noise: Tensor
+
+
 Weights = Mapping[str, Tensor]  # values that replace some parameters of the denoiser, by name
 
 
@@ -315,6 +330,14 @@ class Model(Loaded):
 
         A further one follows: the level at which the sampler ends. -1 stands for clean latents.
         """
+
+    def ancestral(self, t: Tensor, previous: Tensor) -> AncestralStep:
+        """Return the sampler's step from time steps t [b] to others before them, with noise."""
+        raise UserError(
+            f"{self.source} ({self.family}) is trained by flow matching, whose sampler draws no "
+            "noise in its steps, so a trajectory has no likelihood; the loss 'balance' needs a "
+            "diffusion model: Stable Diffusion 1, 2 and XL, PixArt or DiT"
+        )
 
     @abstractmethod
     def samplers(self) -> list[str]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser.models import cross_attention, generation_stages
-from concept_eraser.models.base import Condition, Model, Weights
+from concept_eraser.models.base import AncestralStep, Condition, Model, Weights
 from concept_eraser.models.safeguards import Guard, protected_name
 from concept_eraser.models.stored_parts import StoredPart
 from concept_eraser.models.vocabulary import Words
@@ -622,6 +622,23 @@ class Variance(Latent):
             return prediction
         signal, sigma = self._signal(t)
         return signal * prediction + sigma * noisy
+
+    def ancestral(self, t: Tensor, previous: Tensor) -> AncestralStep:
+        """Return DDIM's step with eta 1 (arXiv 2010.02502, Eqs. 12 and 16), and its reverse.
+
+        x_0 is not clipped, also where a scheduler's configuration says so.
+        """
+        self._alphas = send(self._alphas, t.device)
+        now, before = (self._alphas[one].view(-1, 1, 1, 1) for one in (t, previous))
+        ratio, noise = (now / before).sqrt(), (1 - now).sqrt()
+        gained = (before - now) / before  # the variance that the diffusion adds
+        sigma = ((1 - before) / (1 - now) * gained).sqrt()
+        # x_0 and the noise in x_t are linear in the prediction; with eta 1 both formulas are short
+        if self.prediction == "epsilon":
+            state, factor = 1 / ratio, -gained / (noise * ratio)
+        else:
+            state, factor = ratio, -gained * before.sqrt() / noise
+        return AncestralStep(state, factor, sigma, signal=ratio, noise=gained.sqrt())
 
     def _ddim(self, steps: int) -> Any:
         """Return diffusers' DDIM with the schedule of the pipeline's own scheduler."""

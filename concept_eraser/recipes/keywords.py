@@ -47,6 +47,17 @@ class ElasticSettings(TypedDict, total=False):
     n: int
 
 
+class TrajectorySettings(TypedDict, total=False):
+    """The trajectories of the loss `balance`."""
+
+    steps: int
+    guidance: float
+    early: int
+    late: int
+    log_beta: float
+    log_z: float
+
+
 class ObjectiveSettings(TypedDict, total=False):
     """One objective: its prompts or labelled data, and its loss."""
 
@@ -67,6 +78,7 @@ class ObjectiveSettings(TypedDict, total=False):
     neutral: Literal["null", "anchor"]
     mixture: Mapping[str, float]
     tokens: Literal["concept", "concept_and_end"]
+    trajectory: TrajectorySettings
     elastic: ElasticSettings
     scale: float
     images: str

@@ -25,8 +25,10 @@ from concept_eraser.utils.limits import (
     CLASSES,
     CONCEPTS,
     FACTOR,
+    GUIDANCE,
     IMAGES,
     POSITION,
+    SAMPLER_STEPS,
     TRAINING_STEPS,
 )
 from concept_eraser.utils.plugin_fields import LossField
@@ -36,6 +38,7 @@ LOSS_NAMES = {
     "denoiser": (
         "anchor",
         "ascent",
+        "balance",
         "data",
         "distill",
         "esd",
@@ -75,7 +78,7 @@ LOSS_NAMES = {
 PROMPTED = ("denoiser", "text_encoder")
 
 
-ANCHORED = ("anchor", "relabel", "stereo")
+ANCHORED = ("anchor", "relabel", "stereo", "balance")
 
 
 # losses whose target for the empty prompt is the teacher's unconditional prediction
@@ -131,6 +134,42 @@ class ElasticSpec(Strict):
 
     weight: float = Field(gt=0, le=FACTOR, description="factor of the penalty (lambda)")
     n: int = Field(200, ge=1, le=IMAGES, description="number of examples in the mean F")
+
+
+class TrajectorySpec(Strict):
+    """The trajectories of the loss `balance`. The defaults are those of EraseFlow's code."""
+
+    steps: int = Field(50, ge=2, le=SAMPLER_STEPS, description="time steps of the sampler")
+    guidance: float = Field(
+        5.0,
+        ge=0,
+        le=GUIDANCE,
+        description="guidance of the sampler, and of the prediction in training",
+    )
+    early: int = Field(
+        10,
+        ge=0,
+        le=SAMPLER_STEPS,
+        description="how many of the steps before the last ones count, drawn for each trajectory",
+    )
+    late: int = Field(
+        10, ge=0, le=SAMPLER_STEPS, description="how many of the last steps count, all of them"
+    )
+    log_beta: float = Field(
+        2.5, ge=-FACTOR, le=FACTOR, description="logarithm of beta, the reward of a trajectory"
+    )
+    log_z: float = Field(
+        -0.1953, ge=-FACTOR, le=FACTOR, description="first value of log Z, which is trained"
+    )
+
+    @model_validator(mode="after")
+    def _counts(self) -> TrajectorySpec:
+        if not 1 <= self.early + self.late <= self.steps:
+            raise ValueError(
+                "early + late, the steps that count, must lie between 1 and steps, found "
+                f"{self.early} + {self.late} of {self.steps}"
+            )
+        return self
 
 
 class ObjectiveSpec(Strict):
@@ -203,7 +242,8 @@ class ObjectiveSpec(Strict):
         "data",
         description=(
             "data, ascent, anchor, esd, distill, distill_prediction, relabel, npo, resteer, "
-            "slider or stereo; or an installed package's, by name or as {name: NAME, OPTION: VALUE}"
+            "slider, stereo or balance; or an installed package's, by name or as {name: NAME, "
+            "OPTION: VALUE}"
         ),
     )
     anchor: str | dict[str, str] | None = Field(
@@ -251,6 +291,10 @@ class ObjectiveSpec(Strict):
             "not have (without an anchor: all words), alone or with the end tokens (default: "
             "Forget-Me-Not's own setting)"
         ),
+    )
+    trajectory: TrajectorySpec | None = Field(
+        None,
+        description="settings of the loss 'balance' (default: those of EraseFlow's code)",
     )
     elastic: ElasticSpec | None = Field(
         None,
@@ -385,7 +429,12 @@ class ObjectiveSpec(Strict):
             )
         if self.mixture:
             _check_mixture(self.mixture)
-        for key, loss in (("neutral", "esd"), ("tokens", "resteer"), ("mixture", "slider")):
+        for key, loss in (
+            ("neutral", "esd"),
+            ("tokens", "resteer"),
+            ("mixture", "slider"),
+            ("trajectory", "balance"),
+        ):
             if getattr(self, key) is not None and self.loss != loss:
                 raise ValueError(
                     f"{key} is a setting of the loss {loss!r}, found loss {self.loss!r}"
@@ -404,6 +453,13 @@ class ObjectiveSpec(Strict):
             raise ValueError(
                 "empty_prompts preserves the unconditional prediction at images of this "
                 f"objective, so it cannot be used with {finding}"
+            )
+        if self.loss == "balance" and (
+            self.images != "free" or self.timesteps != (0, 1000) or self.noised is not None
+        ):
+            raise ValueError(
+                "the loss 'balance' samples its own latents, at the time steps of a sampler; "
+                "set images: free, and leave timesteps and noised out"
             )
         if self.elastic is not None and self.images == "free":
             raise ValueError(

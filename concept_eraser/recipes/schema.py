@@ -170,6 +170,7 @@ class RecipeFields(Strict):
             "neutral",
             "mixture",
             "tokens",
+            "trajectory",
             "elastic",
             "empty_prompts",
         }
@@ -178,5 +179,5 @@ class RecipeFields(Strict):
         )
         numbers |= set() if "npo" in LOSS_NAMES[self.target] else {"beta"}
         if self.target == "text_encoder":
-            numbers |= {"neutral", "mixture", "tokens", "elastic", "empty_prompts"}
+            numbers |= {"neutral", "mixture", "tokens", "trajectory", "elastic", "empty_prompts"}
         return {"options", *numbers} if self.target in PROMPTED else of_prompts | numbers

@@ -486,12 +486,17 @@ def _split(recipe: RecipeFields) -> None:
             "training.shard: weights this process has only a part of the weights; leave out "
             "one of the two"
         )
-    objective = next(
-        (name for name, spec in recipe.objective_specs.items() if spec.loss == "resteer"), None
-    )
-    if objective is not None:
+    for loss, reason in (
+        ("resteer", "calls attention layers outside of their blocks"),
+        ("balance", "computes whole passes again in the backward pass"),
+    ):
+        objective = next(
+            (name for name, spec in recipe.objective_specs.items() if spec.loss == loss), None
+        )
+        if objective is None:
+            continue
         raise ValueError(
-            f"{objective}: the loss 'resteer' calls attention layers outside of their blocks, "
+            f"{objective}: the loss {loss!r} {reason}, "
             "where training.shard: weights has freed their weights; use training.shard: "
             "optimizer"
         )

@@ -19,6 +19,7 @@ from concept_eraser.data.batches import READ_AT_ONCE, Examples, chunk_of
 from concept_eraser.erasers import denoiser, text_encoder
 from concept_eraser.erasers.base import Inseparable
 from concept_eraser.losses import LossSettings
+from concept_eraser.losses.trajectory import TrajectorySteps
 from concept_eraser.methods.base import Method
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.latent import Latent
@@ -302,8 +303,10 @@ def _weight(recipe: Recipe, objective: str) -> tuple[bool, ...]:
         "esd",
         "npo",
     )
-    # with the adversary's offset and without
-    twice = objective == "forget" and recipe.attack is not None
+    # with the adversary's offset and without, or with the prompt and without
+    twice = (objective == "forget" and recipe.attack is not None) or (
+        spec is not None and spec.loss == "balance"
+    )
     return objective == "histogram", has_images, twice, teacher
 
 
@@ -317,12 +320,22 @@ def _pass(
     """
     n, bf16 = recipe.training.batch_size, recipe.training.precision == "bf16"
     draw = eraser.draw(objective, range(n))
+    spec = recipe.objective_specs.get(objective)
+    if spec is not None and spec.loss == "balance":
+        draw = replace(draw, trajectory=_trajectory(draw.noisy, draw.t))
 
     def loss() -> Tensor:
         return eraser.loss(objective, draw)
 
     once = memory.passing(loss, params, bf16=bf16)
     return max(once, memory.passing_twice(loss, params)) if twice else once
+
+
+def _trajectory(noisy: Tensor, t: Tensor) -> TrajectorySteps:
+    """Return trajectories without content: two steps, as the activations of one are stored."""
+    noisy, t = torch.stack([noisy] * 2), torch.stack([t] * 2)
+    weight, offset = (torch.empty(t.shape) for _ in range(2))
+    return TrajectorySteps(noisy, t, target=torch.empty_like(noisy), weight=weight, offset=offset)
 
 
 def _joint_pass(eraser: Any, recipe: Recipe, *, gpu: bool) -> int | None:

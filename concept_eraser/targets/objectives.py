@@ -14,6 +14,7 @@ from concept_eraser.erasers.base import AttackTerms
 from concept_eraser.erasers.denoiser import DenoiserObjective
 from concept_eraser.erasers.text_encoder import TextEncoderObjective
 from concept_eraser.losses import LossSettings
+from concept_eraser.losses.base import TrajectoryTerms
 from concept_eraser.recipes.objective_fields import HistogramSpec, ObjectiveSpec
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.targets.context import PromptContext
@@ -75,7 +76,13 @@ def denoiser_objective(spec: ObjectiveSpec, examples: Examples) -> DenoiserObjec
         examples,
         spec.loss,
         settings=LossSettings(
-            spec.teacher, spec.eta, neutral=spec.neutral or "null", beta=spec.beta
+            spec.teacher,
+            spec.eta,
+            neutral=spec.neutral or "null",
+            beta=spec.beta,
+            trajectory=TrajectoryTerms(**spec.trajectory.model_dump())
+            if spec.trajectory
+            else TrajectoryTerms(),
         ),
         scale=spec.scale,
         timesteps=spec.timesteps,
