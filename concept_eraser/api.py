@@ -132,6 +132,7 @@ def erase(
     attack: keywords.AttackSettings | None = None,
     histogram: keywords.HistogramSettings | None = None,
     watch: keywords.WatchSettings | None = None,
+    rewinding: str | keywords.RewindingSettings | None = None,
     method: keywords.MethodSource | None = None,
     finish: keywords.MethodSource | None = None,
     trainable: str | keywords.TrainableSettings | None = None,
@@ -195,6 +196,9 @@ def erase(
         attack: the adversary of forum, adversarial, race, stereo, bome, moml and moco.
         histogram: the judge inside the training of UNO's hat versions.
         watch: measure the concept rate during the training.
+        rewinding: for a classifier or CLIP model, return to the round whose error on the forget set
+            is nearest to the last round's error on these unseen examples. Their `data` may be in
+            memory, as in `forget`.
         method: the rule that combines the gradients: a name, a mapping with its options, or an
             object.
         finish: a closed form after the training: uce, rece, speed or mace-cfr.
@@ -261,6 +265,7 @@ def erase(
         "attack": attack,
         "histogram": histogram,
         "watch": watch,
+        "rewinding": rewinding,
         "method": method,
         "finish": finish,
         "trainable": trainable,
@@ -431,7 +436,8 @@ def _without_objects(content: Any) -> tuple[Any, dict[str, Any]]:
     if not isinstance(content, dict):
         return content, {}
     description, objects = dict(content), {}
-    places = (("forget", "data"), ("retain", "data"), ("replace", "data"), ("histogram", "judge"))
+    sections = ("forget", "retain", "replace", "rewinding")
+    places = (*((name, "data") for name in sections), ("histogram", "judge"))
     for objective, key in places:
         section = description.get(objective)
         if isinstance(section, dict) and not isinstance(section.get(key, ""), str | Path):

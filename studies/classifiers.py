@@ -149,6 +149,9 @@ class Bench:
             "training": training,
             "trainable": {"saliency": spec.get("saliency")},
         }
+        if spec.get("rewinding"):  # unseen: the half of the test set that no reported number uses
+            unseen = self.tests["select"]
+            settings["rewinding"] = {"data": (unseen.inputs(range(len(unseen))), unseen.labels)}
         for key, value in point.items():
             section, name = key.split(".")
             settings[section] = {**settings[section], name: value}

@@ -49,6 +49,7 @@ SETTINGS = {
     keywords.HistogramSettings: objective_fields.HistogramSpec,
     keywords.LoraSettings: trainable_fields.LoraSpec,
     keywords.ObjectiveSettings: objective_fields.ObjectiveSpec,
+    keywords.RewindingSettings: training_fields.RewindingSpec,
     keywords.TrainableSettings: trainable_fields.TrainableSpec,
     keywords.TrainingSettings: training_fields.TrainingSpec,
     keywords.WatchSettings: training_fields.WatchSpec,

@@ -25,6 +25,8 @@ from concept_eraser.registry import Plugin
 from concept_eraser.utils.devices import send
 from concept_eraser.utils.errors import UserError, first_line
 
+COUNTED = 256  # examples whose predictions are counted at once
+
 
 @dataclass(frozen=True)
 class ClassifierObjective:
@@ -145,6 +147,22 @@ class Classifier(Part):
         if self.batchnorm == "train":
             with torch.no_grad(), self.batch_statistics(moving=True):
                 self.ask("forward", draw.inputs)
+
+    def require_fitting(self, name: str, data: Labelled, rows: Tensor) -> None:
+        """Raise UserError if the model's outputs do not fit the labels of further examples."""
+        self._fits(name, ClassifierObjective(data, rows, "data"))
+
+    @torch.no_grad()
+    def count_wrong(self, data: Labelled, rows: Tensor) -> int:
+        """Return how many examples at some positions the model predicts wrong.
+
+        Batch-norm layers use their running statistics, as in the erased model.
+        """
+        wrong = 0
+        for some in rows.split(COUNTED):
+            predicted = self.module(send(data.inputs(some.tolist()), self.device)).argmax(1)
+            wrong += int((predicted.cpu() != data.labels[some]).sum())
+        return wrong
 
     def training_loss(self, objective_name: str, draw: ClassifierDraw) -> Tensor:
         """The training loss of the model on a draw: cross-entropy to the examples' own labels."""

@@ -199,6 +199,7 @@ class Method(Options, ABC):
     needs_relearning: ClassVar[bool] = False
     # the targets that it can train; None for every target with two losses
     targets: ClassVar[tuple[str, ...] | None] = None
+    has_rounds: ClassVar[bool] = False  # `ends_round` says where they end
     # the optimizer of a recipe that names none, for a step that another optimizer would rescale
     optimizer: ClassVar[str | None] = None
 
@@ -220,6 +221,10 @@ class Method(Options, ABC):
 
         Then one pass for all objectives wastes nothing (`training.one_pass: auto`).
         """
+        return False
+
+    def ends_round(self, steps: int) -> bool:
+        """Whether a round of the method ends after this number of steps (`rewinding`)."""
         return False
 
     def check_objectives(self, objectives: tuple[str, ...]) -> None:

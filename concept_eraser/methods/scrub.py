@@ -25,9 +25,9 @@ Deliberate differences from the paper and its code (github.com/meghdadk/SCRUB):
   equations have neither.
 * The learning rate does not fall in stages and no average of the weights is saved, unless a recipe
   says so: `training.decay: step` and `training.ema`.
-* No rewinding (SCRUB+R, for privacy). It returns to the epoch whose error on the forgotten examples
-  equals that of validation data of the same distribution. A training loop with a forget set and a
-  retain set has no such data.
+
+SCRUB+R, for privacy, returns to an earlier round: the recipe's section `rewinding`, see
+training/rewinding.py. It needs examples that the model has not seen.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Scrub(Method):
         ),
     }
 
+    has_rounds: ClassVar[bool] = True
+
     forget_steps: int = 2
     retain_steps: int = 18
     rounds: int = 3
@@ -84,6 +86,18 @@ class Scrub(Method):
         """Return the objective whose turn it is at a step, counted from 0."""
         past, place = divmod(step, self.forget_steps + self.retain_steps)
         return "forget" if past < self.rounds and place < self.forget_steps else "retain"
+
+    def ends_round(self, steps: int) -> bool:
+        """Whether the min-steps of a round end after this number of steps.
+
+        After the rounds every `retain_steps` min-steps are one: the authors' epochs without
+        max-steps.
+        """
+        length = self.forget_steps + self.retain_steps
+        steps_after = steps - self.rounds * length
+        if steps_after > 0:
+            return steps_after % self.retain_steps == 0
+        return steps > 0 and steps % length == 0
 
     def direction(self, closure: Closure) -> Direction:
         self.check_objectives(closure.objectives)

@@ -118,6 +118,16 @@ class WatchSettings(TypedDict, total=False):
     below: float
 
 
+class RewindingSettings(TypedDict, total=False):
+    """Unseen examples, by whose error a round of the training is chosen."""
+
+    data: Required[str | LabelledData]
+    options: Mapping[str, Any]
+    split: Literal["train", "test"]
+    indices: Sequence[int] | str
+    every: int
+
+
 class LoraSettings(TypedDict, total=False):
     """The adapter that is trained in place of the weights."""
 

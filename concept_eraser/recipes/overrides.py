@@ -12,7 +12,7 @@ from concept_eraser.utils.errors import UserError, quote
 
 # `method: munba` is {name: munba}; all else is {prompts: ...}
 DEEPEST = 10  # names in the path of an override
-SHORT = {"method": "name", "finish": "name", "trainable": "select"}
+SHORT = {"method": "name", "finish": "name", "trainable": "select", "rewinding": "data"}
 # characters that JSON writes as they are, but YAML refuses or folds into a space
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufffe\uffff]")
 

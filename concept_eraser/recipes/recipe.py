@@ -38,7 +38,15 @@ class Recipe(RecipeFields):
     """One erasing job: its keys, checked against each other and against the method."""
 
     @field_validator(
-        "forget", "retain", "replace", "relearn", "method", "finish", "trainable", mode="before"
+        "forget",
+        "retain",
+        "replace",
+        "relearn",
+        "method",
+        "finish",
+        "trainable",
+        "rewinding",
+        mode="before",
     )
     @classmethod
     def _shorthand(cls, value: Any, info: Any) -> Any:

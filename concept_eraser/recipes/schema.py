@@ -22,7 +22,12 @@ from concept_eraser.recipes.objective_fields import (
 )
 from concept_eraser.recipes.strict import Strict
 from concept_eraser.recipes.trainable_fields import TrainableSpec
-from concept_eraser.recipes.training_fields import GenerationSpec, TrainingSpec, WatchSpec
+from concept_eraser.recipes.training_fields import (
+    GenerationSpec,
+    RewindingSpec,
+    TrainingSpec,
+    WatchSpec,
+)
 from concept_eraser.utils.limits import (
     MODEL_OPTION,
 )
@@ -83,6 +88,14 @@ class RecipeFields(Strict):
     histogram: HistogramSpec | None = Field(None, description="for uno-hat, uno-s-hat, s-hat and h")
     watch: WatchSpec | None = Field(
         None, description="measure the concept rate during the training"
+    )
+    rewinding: RewindingSpec | None = Field(
+        None,
+        description=(
+            "target classifier, clip: after the training, return to the round whose error on the "
+            "forget set is nearest to the last round's error on unseen examples of its classes "
+            "(SCRUB+R); a name or path stands for its data"
+        ),
     )
     method: MethodSpec = Field(
         MethodSpec(), description="the rule that combines the gradients, or an edit"

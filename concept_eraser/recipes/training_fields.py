@@ -1,4 +1,4 @@
-"""The sections `training`, `generation` and `watch` of a recipe."""
+"""The sections `training`, `generation`, `watch` and `rewinding` of a recipe."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from concept_eraser.utils.limits import (
     IMAGES,
     LEARNING_RATE,
     MILESTONES,
+    POSITION,
     SAMPLER_STEPS,
     SEED,
     TRAINING_STEPS,
@@ -48,6 +49,32 @@ class WatchSpec(Strict):
     def _known_suite(cls, value: str, info: ValidationInfo) -> str:
         require_data_file("eval", value, info)
         return value
+
+
+class RewindingSpec(Strict):
+    """Return to the round whose error on the forget set is that of unseen examples (SCRUB+R)."""
+
+    data: str = Field(
+        description=(
+            "labelled data that the model was not trained on: a set of data/datasets/ by name, a "
+            "folder with one subfolder per class, or an .npz with x and y; the examples of the "
+            "forgotten classes are used"
+        )
+    )
+    options: dict[str, Any] = Field({}, description="options of a named data set")
+    split: Literal["train", "test"] = Field(
+        "test", description="the split of a named set, or the subfolder of a folder"
+    )
+    indices: list[Annotated[int, Field(ge=0, le=POSITION)]] | str | None = Field(
+        None,
+        description="these examples of the split, by position: a list, or a file of one per line",
+    )
+    every: int | None = Field(
+        None,
+        ge=1,
+        le=TRAINING_STEPS,
+        description="training steps of a round (default: the rounds of the method, for scrub)",
+    )
 
 
 class TrainingSpec(Strict):

@@ -49,6 +49,7 @@ def check(recipe: RecipeFields, method: Any) -> None:
     _lora(recipe)
     _projection(recipe)
     _negation(recipe)
+    _rewinding(recipe, method)
     _finish(recipe, method)
     _optimisation(recipe.training)
     if method is not None:
@@ -331,6 +332,40 @@ def _negation(recipe: RecipeFields) -> None:
             "(forget.loss: data, method: {name: weighted, retain: 0}); found "
             f"{'; '.join(wrong)}"
         )
+
+
+def _rewinding(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError if the training has no rounds to return to, or no errors to compare."""
+    rewinding = recipe.rewinding
+    if rewinding is None:
+        return
+    if recipe.target not in ("classifier", "clip"):
+        raise ValueError(
+            "rewinding compares errors of a classifier, so it needs target: classifier or clip; "
+            f"found target: {recipe.target}"
+        )
+    if hasattr(method, "edit"):
+        raise ValueError(
+            f"rewinding returns to a round of a training, and the method {recipe.method.name!r} "
+            "trains nothing; leave rewinding out"
+        )
+    if rewinding.every is None and method is not None and not method.has_rounds:
+        raise ValueError(
+            f"the method {recipe.method.name!r} has no rounds of its own; give rewinding.every, "
+            "the training steps between two states to choose from, e.g. 20"
+        )
+    if rewinding.data == "rest":
+        raise ValueError(
+            "rewinding.data: rest are examples that the model was trained on; name a set of unseen "
+            "examples"
+        )
+    others = {
+        "training.ema, which saves an average of all rounds": recipe.training.ema,
+        "trainable.negate, which reverses the training of the last round": recipe.trainable.negate,
+    }
+    for other, value in others.items():
+        if value is not None:
+            raise ValueError(f"rewinding cannot be combined with {other}; leave out one of the two")
 
 
 def _finish(recipe: RecipeFields, method: Any) -> None:

@@ -25,6 +25,7 @@ from concept_eraser.recipes.selections import select
 from concept_eraser.storage.readers import size_text
 from concept_eraser.training import checkpoint
 from concept_eraser.training.memory import Trained
+from concept_eraser.training.rewinding import round_ends
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
 
@@ -129,9 +130,12 @@ def _states(recipe: Recipe, shapes: list[tuple[int, ...]]) -> int:
         return 0
     training = recipe.training
     trained = Trained(shapes, optimizer=training.optimizer, momentum=training.momentum > 0)
-    average = trained.bytes if training.ema is not None else 0
+    copies = int(training.ema is not None)
+    if recipe.rewinding is not None:
+        ends = round_ends(recipe.method.build(), recipe.rewinding.every, training.steps)
+        copies += sum(map(ends, range(1, training.steps + 1)))
     count = min(STATES, max(1, training.steps // training.save_every))
-    return count * (trained.bytes + trained.state() + average)
+    return count * ((1 + copies) * trained.bytes + trained.state())
 
 
 def free_space(folder: Path) -> int:

@@ -259,6 +259,9 @@ def shorten(plan: DryRunPlan) -> Recipe:
     }
     content["generation"] |= {"steps": 1, "batch_size": min(examples, recipe.generation.batch_size)}
     content.pop("watch", None)
+    # unseen examples may be of another shape than data that stand in, and nothing is downloaded
+    if recipe.rewinding and (plan.reasons or recipe.rewinding.options.get("download")):
+        content.pop("rewinding")
     if recipe.method.name == "stereo":  # a step of each kind
         content["method"] |= {"rounds": 1, "erase_steps": 1, "inner_steps": 1}
         content["training"]["steps"] = 3

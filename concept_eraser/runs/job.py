@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from concept_eraser.data import prompts
 from concept_eraser.erasers.base import Eraser
+from concept_eraser.erasers.classifier import Classifier
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.time_to_unlearn import Watch, concept_rate_of
 from concept_eraser.methods.base import Method
@@ -35,7 +37,7 @@ from concept_eraser.storage.writers import (
     write_tensors,
     write_text,
 )
-from concept_eraser.targets import cross_attention_edit
+from concept_eraser.targets import cross_attention_edit, labelled_data
 from concept_eraser.targets.build import build_eraser, edit_model
 from concept_eraser.targets.context import Context, describe_prompts
 from concept_eraser.training import checkpoint
@@ -43,6 +45,7 @@ from concept_eraser.training.distributed import fsdp
 from concept_eraser.training.distributed.sharding import refuse_wrappers
 from concept_eraser.training.engine import Engine, Schedule, optimizer_class
 from concept_eraser.training.placement import Placement, needed
+from concept_eraser.training.rewinding import Rewinding, WrongPredictions, round_ends
 from concept_eraser.training.trackers import FOLDER as TRACKING
 from concept_eraser.training.trackers import Trackers, require
 from concept_eraser.utils import distributed, provenance, resources
@@ -233,12 +236,14 @@ def claim_folder(
 
 def _own_files(folder: Path, recipe: Recipe) -> set[str]:
     """Return the names of files in the run folder that the recipe itself reads."""
-    paths = [
-        Path(text)
+    texts: list[Any] = [
+        text
         for objective in recipe.objective_specs.values()
         for text in (objective.prompts, objective.data)
-        if isinstance(text, str)
     ]
+    if recipe.rewinding is not None:
+        texts += [recipe.rewinding.data, recipe.rewinding.indices]
+    paths = [Path(text) for text in texts if isinstance(text, str)]
     root = folder.resolve()
     return {
         path.resolve().relative_to(root).as_posix()
@@ -320,6 +325,8 @@ class Job:
         }
         if isinstance(engine.watch, Watch):
             notes["time_to_unlearn"] = engine.watch.summary()
+        if engine.rewinding:
+            notes["rewinding"] = engine.rewinding.summary
         facts, more = self.finish(engine)
         return Outcome(
             engine.eraser, engine.seconds + more, notes | ({"finish": dict(facts)} if facts else {})
@@ -371,6 +378,7 @@ class Job:
             placement.arrive(accelerator.device)
             eraser = self.eraser(placement)
             placement.begin(needed(self.recipe.target, histogram=self.recipe.histogram is not None))
+            rewinding = self.rewinding(eraser, method)
             self.claim_once(accelerator)
             with self._split(eraser, accelerator):
                 engine = Engine(
@@ -388,6 +396,7 @@ class Job:
                     frees_weights=training.shard == "weights" and accelerator.num_processes > 1,
                     recomputes=training.checkpointing,
                     trackers=Trackers(accelerator, self.folder, self.recipe.resolved()),
+                    rewinding=rewinding,
                 )
                 engine.run(resume=resume)
                 if self.recipe.trainable.negate is not None:
@@ -461,6 +470,30 @@ class Job:
             self.model, suite, watch.group, watch.n, progress=self.progress
         )
         return Watch(concept_rate, self.folder / "watch.jsonl", watch.every, watch.below)
+
+    def rewinding(self, eraser: Eraser, method: Method) -> Rewinding | None:
+        """Return what chooses a round after the training, if the recipe wants one.
+
+        Raises UserError if its unseen examples do not fit the model or the forget set.
+        """
+        spec = self.recipe.rewinding
+        if spec is None or not isinstance(eraser, Classifier):
+            return None
+        rows = {name: (one.data, one.rows) for name, one in eraser.objective_by_name.items()}
+        unseen = labelled_data.select_unseen(
+            spec, rows, self.objects, same_names=self.recipe.target == "clip"
+        )
+        eraser.require_fitting("rewinding", *unseen)
+        forget_counts, unseen_counts = (
+            WrongPredictions(len(positions), partial(eraser.count_wrong, data, positions))
+            for data, positions in (rows["forget"], unseen)
+        )
+        return Rewinding(
+            {**eraser.trainable(), **eraser.buffers()},
+            round_ends(method, spec.every, self.recipe.training.steps),
+            forget=forget_counts,
+            unseen=unseen_counts,
+        )
 
     def write(self, outcome: Outcome) -> dict[str, Any]:
         """Write the finished run.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from concept_eraser import registry
@@ -14,9 +15,10 @@ from concept_eraser.data import labelled
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.recipes.objective_fields import ObjectiveSpec
 from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.recipes.training_fields import RewindingSpec
 from concept_eraser.storage.readers import read_text
 from concept_eraser.utils import limits
-from concept_eraser.utils.errors import UserError, quote
+from concept_eraser.utils.errors import UserError, names_text, quote
 
 Rows = tuple[Labelled, Tensor]  # the data, and positions in them
 
@@ -49,6 +51,58 @@ def select_rows(recipe: Recipe, objects: Mapping[str, Any] | None = None) -> dic
     if recipe.target != "vae":
         rows = _with_same_classes(rows, always=recipe.target == "clip")
     return {name: rows[name] for name in recipe.objectives if name in rows}
+
+
+def select_unseen(
+    spec: RewindingSpec,
+    rows: Mapping[str, Rows],
+    objects: Mapping[str, Any] | None = None,
+    *,
+    same_names: bool = False,
+) -> Rows:
+    """Return a set with unseen examples, and the positions of those of the forgotten classes.
+
+    Args:
+        spec: The section `rewinding` of a recipe.
+        rows: The data of each objective, of `select_rows`.
+        objects: Data sets in memory; that of `rewinding` takes the place of the named one.
+        same_names: The class names have to be those of the forget set, as for a CLIP model.
+
+    Raises:
+        UserError: The set cannot be read, has no example of a forgotten class, or holds examples
+            that are forgotten or retained.
+    """
+    if objects is not None and "rewinding" in objects:
+        data = labelled.open_data(objects["rewinding"], spec.split)
+    else:
+        data = open_named(spec.data, spec.options, spec.split)
+    selected = _positions(spec, data)
+    seen = sorted(
+        {
+            int(position)
+            for other, positions in rows.values()
+            if labelled.same_examples(data, other)
+            for position in selected[torch.isin(selected, positions)]
+        }
+    )
+    if seen:
+        raise UserError(
+            f"rewinding: {len(seen)} examples of {data.about} are forgotten or retained, e.g. "
+            f"{seen[0]}, so they are not unseen; name examples that the model was not trained on"
+        )
+    forget, positions = rows["forget"]
+    if same_names or set(data.names) & set(forget.names):
+        data = data.with_classes(forget.names)
+    classes = forget.labels[positions].unique()
+    missing = [
+        forget.names[int(number)] for number in classes[~torch.isin(classes, data.labels[selected])]
+    ]
+    if missing:
+        raise UserError(
+            f"rewinding: {data.about} has no example of the forgotten class "
+            f"{names_text(missing, 5)}; the error on unseen examples needs the same classes"
+        )
+    return data, selected[torch.isin(data.labels[selected], classes)]
 
 
 def select_own(spec: ObjectiveSpec, data: Labelled, seed: int) -> Tensor:
@@ -122,6 +176,14 @@ def _open(name: str, spec: ObjectiveSpec, objects: Mapping[str, Any]) -> Labelle
     if name in objects:
         return labelled.open_data(objects[name], "train")
     return open_named(spec.data, spec.options, "train")
+
+
+def _positions(spec: RewindingSpec, data: Labelled) -> Tensor:
+    """Return the positions that `rewinding` selects, all without `indices`."""
+    indices = spec.indices
+    if isinstance(indices, str):
+        indices = read_indices(Path(indices))
+    return labelled.choose(data, indices=indices)
 
 
 def _with_same_classes(data_by_objective: dict[str, Rows], *, always: bool) -> dict[str, Rows]:

@@ -24,6 +24,7 @@ from concept_eraser.training.averaging import Average
 from concept_eraser.training.closure import of_step
 from concept_eraser.training.distributed import sharding
 from concept_eraser.training.log import Log, describe_gram, peak_memory
+from concept_eraser.training.rewinding import Rewinding
 from concept_eraser.training.stopping import Stops
 from concept_eraser.training.trackers import Trackers
 from concept_eraser.utils import distributed
@@ -107,6 +108,7 @@ class Engine:
     frees_weights: bool = False  # frozen weights are split too, and freed after each pass
     recomputes: bool = False  # the backward pass recomputes activations (training.checkpointing)
     trackers: Trackers | None = None
+    rewinding: Rewinding | None = None  # returns to the state of a round after the last step
     trained_count: int = field(init=False, default=0)
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -178,6 +180,8 @@ class Engine:
                     self._give_up_if_hopeless(step_count)
             if self.average:
                 self.average.write()
+            if self.rewinding:
+                self._rewind(self.rewinding)
         except KeyboardInterrupt:
             self._save(step_count)
             raise Interrupted(
@@ -214,6 +218,8 @@ class Engine:
         }
         if self.average:
             state["average"] = self.average.state_dict()
+        if self.rewinding:
+            state["rewinding"] = self.rewinding.state_dict()
         checkpoint.save(self.checkpoint, state)
 
     def _restore(self) -> int:
@@ -246,6 +252,8 @@ class Engine:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.average:
             self.average.load_state_dict(state["average"])
+        if self.rewinding:
+            self.rewinding.load_state_dict(state["rewinding"])
         self.method.load_state_dict(state["method"])
         self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
         self.seconds, self.cpu_seconds = state["seconds"], state.get("cpu_seconds", 0.0)
@@ -255,6 +263,8 @@ class Engine:
         """Do a step, count its time and write its row of the log."""
         began, busy = time.monotonic(), time.process_time()
         row = self._step(step)
+        if self.rewinding:
+            row |= self.rewinding.after_step(step + 1)
         row["seconds"] = time.monotonic() - began
         row["cpu_seconds"] = time.process_time() - busy
         self.seconds += row["seconds"]
@@ -265,6 +275,13 @@ class Engine:
         if self.trackers:
             self.trackers.log({**row, "lr": self.schedule.lr_at(step)})
         return row
+
+    def _rewind(self, rewinding: Rewinding) -> None:
+        """Return to a round, and count its time."""
+        began, busy = time.monotonic(), time.process_time()
+        rewinding.rewind()
+        self.seconds += time.monotonic() - began
+        self.cpu_seconds += time.process_time() - busy
 
     def _anyone(self, came: bool) -> bool:
         """Whether any process was asked to stop. All processes must call this."""

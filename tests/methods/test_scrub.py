@@ -292,3 +292,9 @@ def test_the_gram_matrix_has_the_computed_gradient_only() -> None:
     pair_closure.gradients["replace"] = pair_closure.gradients["retain"]
     with pytest.raises(ValueError, match="takes turns"):
         Scrub().direction(pair_closure)
+
+
+def test_a_round_ends_with_its_min_steps_and_then_after_as_many() -> None:
+    method = Scrub(forget_steps=2, retain_steps=3, rounds=2)
+    assert [step for step in range(18) if method.ends_round(step)] == [5, 10, 13, 16]
+    assert Scrub.has_rounds

@@ -36,7 +36,7 @@ def test_classify(small: Path, no_results: Path, monkeypatch: pytest.MonkeyPatch
     from studies.result_tables import Results
 
     describe = classifiers.provenance.describe
-    for commit, methods in (("aaaa", "munba,rewind,shs"), ("bbbb", "iu,be")):
+    for commit, methods in (("aaaa", "munba,rewind,shs,scrub_r"), ("bbbb", "iu,be")):
         monkeypatch.setattr(
             classifiers.provenance,
             "describe",
@@ -52,6 +52,7 @@ def test_classify(small: Path, no_results: Path, monkeypatch: pytest.MonkeyPatch
         "retrain",
         "be",
         "shs",
+        "scrub_r",
         "munba",
         "iu",
         "rewind",

@@ -68,6 +68,7 @@ WHOLE = {
     "forget.trajectory.late": limits.SAMPLER_STEPS,
     "trainable.lora.rank": limits.RANK,
     "method.every": limits.COUNT,
+    "rewinding.every": limits.TRAINING_STEPS,
 }
 
 
