@@ -102,8 +102,9 @@ def attack(
         typer.Option(
             help=(
                 "sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, "
-                "sld-strong:, sld-max:, adavd:, adavd-adaptive:, safree:, safree-validated: "
-                "or semantic-surgery:; the run's report and model card leave the result out"
+                "sld-strong:, sld-max:, adavd:, adavd-adaptive:, safree:, safree-validated:, "
+                "semantic-surgery:, or spm-gate:, spm-gate-clip: and spm-gate-tokens: with "
+                "CONCEPT@RUN; the run's report and model card leave the result out"
             )
         ),
     ] = None,

@@ -63,8 +63,9 @@ def evaluate(
         typer.Option(
             help=(
                 "sample under a safeguard, kind:text: negative:, sld-weak:, sld-medium:, "
-                "sld-strong:, sld-max:, adavd:, adavd-adaptive:, safree:, safree-validated: "
-                "or semantic-surgery:"
+                "sld-strong:, sld-max:, adavd:, adavd-adaptive:, safree:, safree-validated:, "
+                "semantic-surgery:, or spm-gate:, spm-gate-clip: and spm-gate-tokens: with "
+                "CONCEPT@RUN"
             )
         ),
     ] = None,

@@ -166,7 +166,7 @@ class Latent(Model):
                 {k: str(v) for k, v in sorted(scheduler.config.items()) if not k.startswith("_")},
             ],
         }
-        guard = {"guard": str(self.guard)} if self.guard else {}
+        guard = self.guard.drawing(self) if self.guard else {}
         return {**super().drawing(), **settings, "tokens": encodings, **guard}
 
     def __init__(self, pipeline: Any, source: str) -> None:
@@ -290,10 +290,12 @@ class Latent(Model):
     def protect(self, guard: Guard) -> None:
         """Sample under a safeguard from now on.
 
-        Raises UserError if the family has no single text encoder for it.
+        Raises UserError if the family has no single text encoder for it, or if it needs a LoRA
+        that is not there or does not fit.
         """
         if not self.has_clip_words:
             raise self.lacks(f"the safeguard {guard.kind!r}")
+        guard.check(self)
         self.guard, self.source = guard, protected_name(self.source, guard)
 
     def _only_read(self, weights: Weights | None, rows: Tensor | None) -> None:

@@ -16,6 +16,9 @@ for the empty prompt, the prompt, and the text to avoid. A sampler of guidance g
 * adavd, adavd-adaptive, safree, safree-validated and semantic-surgery change what the denoiser
   reads of a prompt (see state_safeguards.py).
 
+* spm-gate, spm-gate-clip and spm-gate-tokens add a LoRA to the denoiser, with a strength that
+  depends on the prompt (see prompt_gate.py). Their text is TEXTS@PLACE.
+
 Differences from SLD: its text prints max(1, .), its code and this one have min. Its warm-up is a
 number of 50 steps; here it is the same share of any number of steps. diffusers' configuration of
 `weak` had s_S = 20, the paper's is 200. As in the code, the prompt's gradient through
@@ -34,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from concept_eraser.models import state_safeguards
+from concept_eraser.models import prompt_gate, state_safeguards
 from concept_eraser.utils.errors import UserError, quote, unknown
 
 STEPS = 50  # steps of the paper's sampler, to which the warm-ups refer
@@ -74,14 +77,19 @@ STATE_KINDS: dict[str, Callable[[Any, str, Any], AbstractContextManager[None]]] 
     "safree-validated": partial(state_safeguards.filtered, validated=True),
     "semantic-surgery": state_safeguards.subtracted,
 }
-KINDS = ("negative", *SLD, *STATE_KINDS)
+GATE_KINDS: dict[str, Callable[[Any, str, Any], AbstractContextManager[None]]] = {
+    "spm-gate": prompt_gate.gated,
+    "spm-gate-clip": partial(prompt_gate.gated, tokens=False),
+    "spm-gate-tokens": partial(prompt_gate.gated, clip=False),
+}
+KINDS = ("negative", *SLD, *STATE_KINDS, *GATE_KINDS)
 # in the name of a model that samples under a safeguard, see `protected_name`
 _IN_NAME = re.compile(rf" under ((?:{'|'.join(map(re.escape, KINDS))}):.+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Guard:
-    """A safeguard: its kind and the text to avoid."""
+    """A safeguard: its kind and the text to avoid, of a gate the text and the place of a LoRA."""
 
     kind: str
     text: str
@@ -90,7 +98,7 @@ class Guard:
     def read(cls, spec: str) -> Guard:
         """Read a safeguard from `kind:text`.
 
-        Raises UserError for another form or an unknown kind.
+        Raises UserError for another form or an unknown kind. No file is read.
         """
         kind, colon, text = spec.partition(":")
         if not colon or not text.strip():
@@ -100,21 +108,33 @@ class Guard:
             )
         if kind not in KINDS:
             raise unknown("safeguard", kind[:200], KINDS)
+        if kind in GATE_KINDS:
+            prompt_gate.split(text)
         return cls(kind, text.strip())
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.text}"
+
+    def check(self, model: Any) -> None:
+        """Raise UserError if a model cannot be sampled under this safeguard, before the work."""
+        if self.kind in GATE_KINDS:
+            prompt_gate.factors_of(model, self.text)
+
+    def drawing(self, model: Any) -> dict[str, Any]:
+        """What determines an image under this safeguard, for the cache's key."""
+        lora = {"lora": prompt_gate.digest(model, self.text)} if self.kind in GATE_KINDS else {}
+        return {"guard": str(self), **lora}
 
     @contextmanager
     def around(self, model: Any, prompts: Any) -> Iterator[None]:
         """Sample images of these prompts under this safeguard inside the context.
 
         The prompts are texts, or states [n, tokens, width] as a Condition. Raises UserError if the
-        sampler has no guidance, through which a safeguard works.
+        sampler has no guidance, through which all safeguards but the gates work.
         """
         n = len(prompts)
-        if self.kind in STATE_KINDS:
-            with STATE_KINDS[self.kind](model, self.text, prompts):
+        if make_context := {**STATE_KINDS, **GATE_KINDS}.get(self.kind):
+            with make_context(model, self.text, prompts):
                 yield
             return
         states = model.encode([self.text]).repeat(n).tensors["states"]

@@ -443,7 +443,14 @@ def _option(rng: random.Random, verb: str) -> list[str]:
     value = {
         "seed": _one("0", "1", "-1", "1.5", "99999999999999999999"),
         "guard": _one(
-            "negative:a star", "sld-max:a star", "sld-max:", ":", "x:y", "negative:" + "a " * 3000
+            "negative:a star",
+            "sld-max:a star",
+            "spm-gate:star@runs/lora",
+            "spm-gate-tokens:star",
+            "sld-max:",
+            ":",
+            "x:y",
+            "negative:" + "a " * 3000,
         ),
         "before": _RUN,
         "base": _RUN,

@@ -786,7 +786,9 @@ TARGETS: dict[str, RunTarget] = {
         ),
         _hub_id,
     ),
-    "guard": RunTarget(_texts("negative:a star", "sld-max:a red star", "safree:x, y"), _guard),
+    "guard": RunTarget(
+        _texts("negative:a star", "sld-max:a red star", "safree:x, y", "spm-gate:x@y"), _guard
+    ),
     "places": RunTarget(
         _texts(
             "/home/me/model (abcdef)",
