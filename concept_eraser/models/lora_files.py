@@ -255,9 +255,9 @@ def read(
     """Read the matrices in a file with any naming, one entry for each part.
 
     The file's own scales (alphas) go into `up`. Raises UserError for a layer that the model does
-    not have, and for a file that is no plain LoRA.
+    not have or that has another size, for a damaged header, and for a file that is no plain LoRA.
     """
-    config = json.loads(header.get("lora_adapter_metadata") or "{}")
+    config = _config_in(header, source)
     pairs_by_part: dict[str, dict[str, Pair]] = {}
     places = {
         name_in_file: (part, layers, prefix)
@@ -283,7 +283,7 @@ def read(
         scale = (
             float(tensors[f"{stem}.alpha"]) / rank
             if f"{stem}.alpha" in tensors
-            else _scale(config, prefix, layers[0], rank)
+            else _scale(config, prefix, layers[0], rank=rank, source=source)
         )
         pair = tensors[name].float(), tensors[up].float() * scale
         pairs_by_part.setdefault(part, {}).update(
@@ -295,19 +295,53 @@ def read(
             f"{source} is no plain LoRA: the tensor {min(remaining)!r} is unknown; only pairs "
             "of down and up can be converted"
         )
+    for part, layers_of_part in pairs_by_part.items():
+        for layer, pair in layers_of_part.items():
+            _require_size(model, part, layer, pair=pair, source=source)
     return [of_pairs(part, layers) for part, layers in pairs_by_part.items()]
 
 
-def _scale(config: Mapping[str, Any], prefix: str, layer: str, rank: int) -> float:
+def _config_in(header: Mapping[str, str], source: str) -> dict[str, Any]:
+    """Return peft's settings in a header. Raises UserError if they are no JSON object."""
+    try:
+        config = json.loads(header.get("lora_adapter_metadata") or "{}")
+    except ValueError:  # damaged
+        config = None
+    if not isinstance(config, dict):
+        raise UserError(
+            f"the header of {source} is damaged: its lora_adapter_metadata is no JSON object"
+        )
+    return config
+
+
+def _require_size(model: Loaded, part: str, layer: str, *, pair: Pair, source: str) -> None:
+    """Raise UserError unless the product of two matrices has the size of a layer's weight."""
+    down, up = pair
+    shape = tuple(model.parts[part].get_parameter(f"{layer}.weight").shape)
+    found = (len(up), up[0].numel(), len(down), down[0].numel())
+    if found != (shape[0], len(down), len(down), math.prod(shape[1:])):
+        raise UserError(
+            f"{source} does not fit {model.source}: it has matrices of {list(up.shape)} and "
+            f"{list(down.shape)} for the layer {layer} of {list(shape)}; was it made for another "
+            "model?"
+        )
+
+
+def _scale(config: Mapping[str, Any], prefix: str, layer: str, *, rank: int, source: str) -> float:
     """Return the factor of up @ down by peft's settings in a header.
 
     A name in `alpha_pattern` is that of a layer, or its end. peft also takes regular expressions,
     which are not evaluated here, since a file may be a stranger's. With `use_rslora` the divisor is
-    sqrt(rank) (arXiv 2312.03732).
+    sqrt(rank) (arXiv 2312.03732). Raises UserError for an alpha that is no number.
     """
-    patterns: Mapping[str, Any] = config.get(f"{prefix}.alpha_pattern") or {}
-    of_layer = (value for key, value in patterns.items() if f".{layer}".endswith(f".{key}"))
-    alpha = float(next(of_layer, config.get(f"{prefix}.lora_alpha", rank)))
+    patterns = config.get(f"{prefix}.alpha_pattern") or {}
+    try:
+        of_layer = (value for key, value in patterns.items() if f".{layer}".endswith(f".{key}"))
+        alpha = float(next(of_layer, config.get(f"{prefix}.lora_alpha", rank)))
+    except (AttributeError, TypeError, ValueError):
+        raise UserError(
+            f"the header of {source} is damaged: the alpha of the layer {layer} is no number"
+        ) from None
     return alpha / (rank**0.5 if config.get(f"{prefix}.use_rslora") else rank)
 
 

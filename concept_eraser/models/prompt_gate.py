@@ -54,7 +54,7 @@ from concept_eraser.models import lora_files, run_base
 from concept_eraser.models.lora import Factors
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_tensor_header, read_tensors
-from concept_eraser.utils.errors import UserError, first_line, names_text, quote
+from concept_eraser.utils.errors import UserError, names_text, quote
 
 # the LoRAs that were read for a model, by the safeguard's text
 _READ: WeakKeyDictionary[Any, dict[str, Factors]] = WeakKeyDictionary()
@@ -107,12 +107,7 @@ def _factors_at(model: Any, place: Path) -> Factors:
     require_intact(file)
     header, _ = read_tensor_header(file)
     tensors = read_tensors(file)
-    try:
-        parts = lora_files.read(model, tensors, header, str(file))
-    except UserError:
-        raise
-    except Exception as error:  # a header of another form causes any type of error
-        raise UserError(f"{file} cannot be read as a LoRA: {first_line(error)}") from error
+    parts = lora_files.read(model, tensors, header, str(file))
     if [one.part for one in parts] != ["denoiser"]:
         raise UserError(
             f"the gate scales a LoRA of the denoiser alone, and {file} has one of "

@@ -288,6 +288,23 @@ def test_an_alpha_that_is_no_number_is_refused(
 
 
 @pytest.mark.parametrize(
+    "header", ["{", "[1]", '{"unet.lora_alpha": "x"}', '{"unet.alpha_pattern": 3}']
+)
+def test_a_damaged_header_is_an_error(header: str, lora: Path, shared_tiny: Any) -> None:
+    metadata = {"lora_adapter_metadata": header}
+    with pytest.raises(UserError, match="header of star.safetensors is damaged: "):
+        lora_files.read(shared_tiny, load_file(lora), metadata, lora.name)
+
+
+def test_matrices_of_another_size_are_an_error(lora: Path, shared_tiny: Any) -> None:
+    tensors = load_file(lora)
+    name = next(name for name in tensors if name.endswith("lora_B.weight"))
+    tensors[name] = torch.cat([tensors[name]] * 2)
+    with pytest.raises(UserError, match="was it made for another model"):
+        lora_files.read(shared_tiny, tensors, header_of(lora), lora.name)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"use_rslora": True},
