@@ -292,7 +292,7 @@ def test_an_alpha_that_is_no_number_is_refused(
 )
 def test_a_damaged_header_is_an_error(header: str, lora: Path, shared_tiny: Any) -> None:
     metadata = {"lora_adapter_metadata": header}
-    with pytest.raises(UserError, match="header of star.safetensors is damaged: "):
+    with pytest.raises(UserError, match=r"header of star\.safetensors is damaged: "):
         lora_files.read(shared_tiny, load_file(lora), metadata, lora.name)
 
 
