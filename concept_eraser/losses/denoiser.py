@@ -27,7 +27,7 @@ before training by default), x_t a noised latent of an example, c its prompt, a 
   koushiksrivats/robust-concept-erasing, utils/apg.py, normalized_compositional_guidance)
 * balance mean (log Z + sum_k (log p(x_{k+1} | x_k, c) - log q(x_k | x_{k+1})) - log beta)^2,
   x_k along a trajectory that DDIM sampled for the anchor, p a step of DDIM by the model in
-  training, q one of the diffusion, log Z a trained scalar: EraseFlow (NeurIPS 2025;
+  training, q one of the diffusion, log Z a trained scalar: EraseFlow (arXiv 2511.00804;
   Abhiramkns/EraseFlow, utils/train_step.py), see trajectory.py beside this module
 * resteer mean A^2, A the cross-attention to the concept's tokens: Forget-Me-Not (arXiv 2303.17591;
   SHI-Labs/Forget-Me-Not, src/train_attn.py, lines 272-285)

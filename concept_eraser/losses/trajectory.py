@@ -1,8 +1,8 @@
 """The loss `balance` of EraseFlow: trajectory balance along whole trajectories of the sampler.
 
-EraseFlow (NeurIPS 2025) trains a denoiser to follow, for the concept's prompt c, the trajectories
-that its sampler takes for an anchor prompt. A trajectory x_0, x_1, ..., x_T goes from noise to the
-latents of an image, by DDIM with eta 1 and guidance s for the anchor. With
+EraseFlow (arXiv 2511.00804) trains a denoiser to follow, for the concept's prompt c, the
+trajectories that its sampler takes for an anchor prompt. A trajectory x_0, x_1, ..., x_T goes from
+noise to the latents of an image, by DDIM with eta 1 and guidance s for the anchor. With
 
     f(x_k) = eps(x_k, "") + s (eps(x_k, c) - eps(x_k, ""))     the model in training,
     p(x_{k+1} | x_k)                                           the density of DDIM's step by f,
