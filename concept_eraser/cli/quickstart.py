@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -56,6 +57,7 @@ def quickstart(
 
     _use_idle_cores()
     words = [RECIPE, *FEWER_STEPS, *fast_precision(), *(overrides or ())]
+    was_finished = (output / "done.json").is_file()
     start = time.monotonic()
     with bars(quiet) as progress:
         run = api.erase(
@@ -88,18 +90,23 @@ def quickstart(
     }
     write_text(output / "quickstart.json", dumps(facts))
     summarise(evaluation)
-    parts = [
-        f"erasing {seconds['erasing']:.0f} s (of which training {run.seconds:.0f} s)"
-        if seconds["erasing"] > run.seconds
-        else f"erased before, with {run.seconds:.0f} s of training",
-        f"measuring {seconds['measuring']:.0f} s",
-    ]
+    measuring = f"measuring {seconds['measuring']:.0f} s"
     installing = (
         f"; installing took {seconds['installing']:.0f} s, once" if "installing" in seconds else ""
     )
-    typer.echo(f"\n{', '.join(parts)}{installing}")
+    typer.echo(f"\n{_erasing_text(seconds, was_finished)}, {measuring}{installing}")
     typer.echo(f"images: {output / 'before_after.png'}")
     typer.echo(f"report:   {path.resolve()}")
+
+
+def _erasing_text(seconds: Mapping[str, float], was_finished: bool) -> str:
+    """Return what the erasure took, which may have been finished or begun by an earlier call."""
+    training = f"training {seconds['training']:.0f} s"
+    if was_finished:
+        return f"erased before ({training})"
+    if seconds["erasing"] < seconds["training"]:
+        return f"erasing {seconds['erasing']:.0f} s after an interruption ({training} in all)"
+    return f"erasing {seconds['erasing']:.0f} s (of which {training})"
 
 
 def _use_idle_cores() -> None:

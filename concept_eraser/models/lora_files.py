@@ -279,6 +279,8 @@ def read(
         (part, layers, prefix), up = places[stem], f"{stem}.{kind[1]}"
         if up not in tensors:
             raise UserError(f"{source} is incomplete: it has {name} but no {up}")
+        if any(matrix.ndim < 2 or not matrix.numel() for matrix in (tensors[name], tensors[up])):
+            raise UserError(f"{source} is damaged: {name} or {up} is no matrix")
         rank = len(tensors[name])
         scale = (
             float(tensors[f"{stem}.alpha"]) / rank

@@ -113,15 +113,6 @@ def _factors_at(model: Any, place: Path) -> Factors:
             f"the gate scales a LoRA of the denoiser alone, and {file} has one of "
             f"{names_text(sorted(one.part for one in parts)) or 'no layer'}"
         )
-    for name, (down, up) in parts[0].layers.items():
-        shape = tuple(model.denoiser.get_parameter(f"{name}.weight").shape)
-        pair = (len(up), len(down), *[1] * (len(shape) - 2)), (len(down), *shape[1:])
-        if (tuple(up.shape), tuple(down.shape)) != pair or len(up) != shape[0]:
-            raise UserError(
-                f"{file} does not fit {model.source}: it has matrices of {list(up.shape)} and "
-                f"{list(down.shape)} for the layer {name} of {list(shape)}; was it made for "
-                "another model?"
-            )
     return parts[0]
 
 
@@ -251,7 +242,9 @@ def _layer_hook(
         strengths: m^2 of each prompt [n].
     """
     down, up = (matrix.to(strengths.device) for matrix in factors.layers[name])
-    scaled_up = up * (factors.alpha / factors.rank)
+    down = down.reshape(len(down), *weight.shape[1:])
+    scaled_up = up.reshape(len(up), len(down), *[1] * (weight.dim() - 2))
+    scaled_up = scaled_up * (factors.alpha / factors.rank)
     # once, and not in each step: on a GPU the CPU waits for the answer
     some_whole, some_less = bool((strengths == 1).any()), bool((strengths < 1).any())
     # the same sum as in the run, bit for bit

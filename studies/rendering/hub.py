@@ -7,21 +7,13 @@ results of the leaderboard; nothing is measured for this table alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from concept_eraser.evaluation.statistics import Interval, wilson
 from studies.rendering.attacks import rate
 from studies.rendering.common import mean, pool, ratio, results, share, table
-from studies.rendering.leaderboard_rows import (
-    AttackRuns,
-    Runs,
-    attack_runs,
-    attempts_of,
-    leaderboard_of,
-    of_victims,
-    order,
-    reports,
-)
+from studies.rendering.leaderboard_rows import AttackRuns, Runs, attempts_of, order
 
 FORGET_GROUPS = ("direct", "synonyms")
 TEXT = (
@@ -49,11 +41,21 @@ HEAD = [
 ]
 
 
-def section(study: str) -> str:
-    """Return the section with one table for each task of a leaderboard."""
-    leaderboard = leaderboard_of(study)
+def section(
+    leaderboard: Mapping[str, Any],
+    every: Mapping[str, Runs],
+    attacks: Mapping[str, AttackRuns],
+    memory: Mapping[str, Runs],
+) -> str:
+    """Return the section with one table for each task of a leaderboard.
+
+    Args:
+        leaderboard: Its configuration.
+        every: The reported runs, by entry.
+        attacks: The attacks on them, by entry.
+        memory: Their memory, by entry.
+    """
     names = [name for name in leaderboard["attacks"] if name != "relearning"]
-    every, attacks, memory = reports(study), attack_runs(study), of_victims(study, "memory")
     parts = []
     for task in leaderboard["tasks"]:
         of_task = {name: runs for name, runs in every.items() if runs[0]["task"] == task}

@@ -505,7 +505,7 @@ def page(study: str) -> str:
         _figure_text(study),
         *parts,
         together(study),
-        hub.section(study) if study in WITH_HOVER else "",
+        hub.section(leaderboard, every, attacks, memory_runs) if study in WITH_HOVER else "",
         "Not run yet: " + "; ".join(missing_methods) + "." if missing_methods else "",
         _reading_text(leaderboard),
         provenance(every),

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from concept_eraser import UserError
 from concept_eraser.cli import main as command
+from concept_eraser.cli import quickstart
 from tests.conftest import ROOT, short
 
 VERBS = ("quickstart", "erase", "generate", "evaluate", "report", "list", "show", "check", "copy")
@@ -272,6 +273,13 @@ def test_quickstart_erases_measures_and_reports(cold_cli, cli, tmp_path: Path) -
     assert again.returncode == 0, "a second call is answered from the finished run and the cache"
     assert "erasing" in result.stdout
     assert "erased before" in again.stdout
+
+
+def test_the_seconds_of_an_erasure_say_whether_it_was_begun_before() -> None:
+    whole, rest = {"erasing": 60.0, "training": 40.0}, {"erasing": 15.0, "training": 40.0}
+    assert quickstart._erasing_text(whole, False) == "erasing 60 s (of which training 40 s)"
+    assert quickstart._erasing_text(rest, False).startswith("erasing 15 s after an interruption")
+    assert quickstart._erasing_text(rest, True) == "erased before (training 40 s)"
 
 
 def test_a_models_path_is_read_literally(cli, tmp_path: Path) -> None:

@@ -296,6 +296,16 @@ def test_a_damaged_header_is_an_error(header: str, lora: Path, shared_tiny: Any)
         lora_files.read(shared_tiny, load_file(lora), metadata, lora.name)
 
 
+@pytest.mark.parametrize("matrix", [torch.zeros(0, 4), torch.zeros(4), torch.tensor(1.0)])
+def test_an_entry_that_is_no_matrix_is_an_error(
+    matrix: torch.Tensor, lora: Path, shared_tiny: Any
+) -> None:
+    tensors = load_file(lora)
+    name = next(name for name in tensors if name.endswith("lora_A.weight"))
+    with pytest.raises(UserError, match=r"star\.safetensors is damaged: .* is no matrix"):
+        lora_files.read(shared_tiny, {**tensors, name: matrix}, header_of(lora), lora.name)
+
+
 def test_matrices_of_another_size_are_an_error(lora: Path, shared_tiny: Any) -> None:
     tensors = load_file(lora)
     name = next(name for name in tensors if name.endswith("lora_B.weight"))
