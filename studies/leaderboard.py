@@ -380,13 +380,16 @@ def main() -> None:
             name = f"{task}_{method}"
             if name not in study["entries"]:  # a control that this task does not have
                 continue
+            how = leaderboard["methods"][method]
             # a closed form has no random draws
-            method_seeds = leaderboard["methods"][method].get("seeds", leaderboard["seeds"])
+            method_seeds = how.get("seeds", leaderboard["seeds"])
+            # a safeguard that reads words has no images for embeddings
+            fitting_attacks = [one for one in attacks if one not in how.get("unfit_attacks", ())]
             seeds = [seed for seed in reported_seeds if seed in method_seeds]
             if args.stage in ("train", "all"):
-                if "guard" in leaderboard["methods"][method]:
+                if "guard" in how:
                     measure_guarded(study, name, args.work, results)
-                elif "control" in leaderboard["methods"][method]:
+                elif "control" in how:
                     measure_control(study, name, results)
                 else:
                     studies.run_entry(
@@ -408,7 +411,9 @@ def main() -> None:
                 )
                 if folder is not None:
                     chosen_attacks = [
-                        one for one in leaderboard["time"].get("attacks", []) if one in attacks
+                        one
+                        for one in leaderboard["time"].get("attacks", [])
+                        if one in fitting_attacks
                     ]
                     attack(
                         leaderboard,
@@ -428,7 +433,7 @@ def main() -> None:
                     seed=seed,
                     work=args.work,
                     results=results,
-                    attack_names=attacks,
+                    attack_names=fitting_attacks,
                 )
 
 

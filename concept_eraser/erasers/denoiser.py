@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from concept_eraser.data.batches import Batch, Examples
 from concept_eraser.erasers.base import NO_TERMS, AttackTerms, Inseparable, Part
@@ -31,6 +32,7 @@ from concept_eraser.erasers.elastic import fisher, penalty
 from concept_eraser.erasers.trajectories import sample_trajectories
 from concept_eraser.losses import LossSettings, Teacher, find
 from concept_eraser.losses.denoiser import LOSSES, DenoiserDraw, no_grad_prediction
+from concept_eraser.models import cross_attention
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.lora import Adapter
 from concept_eraser.registry import Plugin
@@ -65,6 +67,11 @@ class Denoiser(Part):
         objectives: The objectives by name, in their order.
         selected: The names of the trained tensors.
         adapter, rotate, attack: See `Part`.
+        is_start_token_trained: Whether gradients pass the keys and values of a prompt's first
+            token in cross-attention.
+
+    Raises:
+        UserError: The model does not have what an objective or an argument needs.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class Denoiser(Part):
         adapter: Adapter | None = None,
         rotate: bool = False,
         attack: AttackTerms = NO_TERMS,
+        is_start_token_trained: bool = True,
     ) -> None:
         super().__init__(
             model.denoiser,
@@ -113,12 +121,29 @@ class Denoiser(Part):
                     f"{name}: the loss 'slider' needs a mixture, the prompts and factors of its "
                     "target"
                 )
-            if objective.loss == "resteer" and not model.attention_layers():
-                raise UserError(
-                    f"{name}: the loss 'resteer' needs a UNet's cross-attention with the "
-                    f"text, as in Stable Diffusion 1, 2 and XL; {model.source} "
-                    f"({model.family}) has none"
-                )
+            if objective.loss == "resteer":
+                _require_attention(model, f"{name}: the loss 'resteer'")
+        self._hooks: list[RemovableHandle] = []
+        if not is_start_token_trained:
+            _require_attention(model, "trainable.start_token: frozen")
+            self._hooks = cross_attention.detach_start_token(model.attention_layers())
+
+    def restore(self) -> None:
+        self._remove_hooks()
+        super().restore()
+
+    def absorb(self) -> None:
+        self._remove_hooks()
+        super().absorb()
+
+    def finish(self) -> dict[str, Tensor]:
+        self._remove_hooks()
+        return super().finish()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def scratch(self) -> dict[str, nn.Parameter]:
         """The log Z of each objective with the loss `balance`."""
@@ -430,6 +455,15 @@ class Denoiser(Part):
         if attacks is not None:
             offset = torch.cat([torch.zeros_like(self.delta[:1]), self.delta])[attacks]
         return Condition({**condition.tensors, EMBEDDING: states + offset.to(states.dtype)})
+
+
+def _require_attention(model: Model, what: str) -> None:
+    """Raise UserError, with the name of what needs it, if the model has no cross-attention."""
+    if not model.attention_layers():
+        raise UserError(
+            f"{what} needs a UNet's cross-attention with the text, as in Stable Diffusion 1, 2 "
+            f"and XL; {model.source} ({model.family}) has none"
+        )
 
 
 def _joined(conditions: Sequence[Condition]) -> Condition:

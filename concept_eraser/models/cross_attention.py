@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from concept_eraser.models.vocabulary import Words
 from concept_eraser.utils.errors import UserError
@@ -32,6 +33,24 @@ def layers(network: nn.Module) -> list[nn.Module]:
         and m.group_norm is None
         and m.norm_q is None
     ]
+
+
+def detach_start_token(attentions: Sequence[nn.Module]) -> list[RemovableHandle]:
+    """Pass no gradient through the keys and values of the first token, until the hooks are removed.
+
+    Every prompt has the same state at this token. So a layer's weights learn from the other tokens
+    only. The output of a layer stays the same, bit by bit. The hooks must stay until the backward
+    pass has ended, since it may recompute the layers.
+
+    Source: concept ablation (arXiv 2303.13516), the authors' diffusers/model_pipeline.py, lines
+    100-106.
+    """
+
+    def detach(_layer: nn.Module, _inputs: tuple, output: Tensor) -> Tensor:
+        return torch.cat([output[:, :1].detach(), output[:, 1:]], dim=1)
+
+    projections = [getattr(layer, name) for layer in attentions for name in ("to_k", "to_v")]
+    return [layer.register_forward_hook(detach) for layer in projections]
 
 
 def maps(attentions: Sequence[nn.Module], run: Callable[[], Any]) -> list[Tensor]:

@@ -146,6 +146,7 @@ class TrainableSettings(TypedDict, total=False):
     project: float
     negate: float
     reinitialise: float
+    start_token: Literal["trained", "frozen"]
 
 
 class TrainingSettings(TypedDict, total=False):

@@ -104,6 +104,14 @@ class TrainableSpec(Strict):
         ),
     )
 
+    start_token: Literal["trained", "frozen"] = Field(
+        "trained",
+        description=(
+            "denoiser with cross-attention: frozen passes no gradient through the keys and values "
+            "of a prompt's start token, which all prompts share (concept ablation)"
+        ),
+    )
+
     @field_validator("lora", mode="before")
     @classmethod
     def _on_or_off(cls, value: Any) -> Any:

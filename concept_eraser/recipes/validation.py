@@ -48,6 +48,7 @@ def check(recipe: RecipeFields, method: Any) -> None:
         _search(recipe, method)
     _lora(recipe)
     _projection(recipe)
+    _start_token(recipe, method)
     _negation(recipe)
     _rewinding(recipe, method)
     _finish(recipe, method)
@@ -306,6 +307,22 @@ def _projection(recipe: RecipeFields) -> None:
         )
 
 
+def _start_token(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError if gradients cannot be kept from the start token's keys and values."""
+    if recipe.trainable.start_token == "trained":
+        return
+    if recipe.target != "denoiser" or hasattr(method, "edit"):
+        finding = (
+            f"target: {recipe.target}"
+            if recipe.target != "denoiser"
+            else f"the method {recipe.method.name!r}, which trains nothing"
+        )
+        raise ValueError(
+            "trainable.start_token: frozen is for training the cross-attention of a denoiser; "
+            f"found {finding}"
+        )
+
+
 def _negation(recipe: RecipeFields) -> None:
     """Raise ValueError if the training does not give a task vector to negate."""
     if recipe.trainable.negate is None:
@@ -520,6 +537,11 @@ def _split(recipe: RecipeFields) -> None:
             "watch generates images in one process between the steps, and with "
             "training.shard: weights this process has only a part of the weights; leave out "
             "one of the two"
+        )
+    if recipe.trainable.start_token == "frozen":
+        raise ValueError(
+            "trainable.start_token: frozen changes the layers of the whole denoiser, and "
+            "training.shard: weights trains with other ones; use training.shard: optimizer"
         )
     for loss, reason in (
         ("resteer", "calls attention layers outside of their blocks"),

@@ -36,6 +36,7 @@ def build(context: Context) -> Denoiser:
             adapter=adapter,
             rotate=recipe.concepts == "rotate",
             attack=attack_terms(recipe),
+            is_start_token_trained=recipe.trainable.start_token == "trained",
         )
         eraser.hold(_elastic_seeds(recipe))
     return eraser

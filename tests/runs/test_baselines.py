@@ -27,6 +27,7 @@ from concept_eraser.recipes import recipe
 from concept_eraser.recipes.selections import select
 from concept_eraser.targets.adapter import add_adapter
 from concept_eraser.tiny import families
+from concept_eraser.training.one_pass import OnePass
 from tests.conftest import short
 from tests.losses.test_losses import eraser, perturb
 from tests.small_model import small_sd
@@ -185,6 +186,99 @@ def test_esd_with_neutral_anchor_starts_from_the_anchor(tiny) -> None:
         abs(float(loss) - float(LOSSES["esd"].compute(denoiser, draw, LossSettings(eta=0.7))))
         > 1e-4
     )
+
+
+# --- concept ablation: the start token ------------------------------------------------------------
+
+
+def ablating_denoiser(
+    model: Any, *, is_start_token_trained: bool, select_names: str = "cross_attention_kv"
+) -> Denoiser:
+    rows = prompts.load("tiny_star").take(4).prompts
+    texts, anchors = [r.text for r in rows], [r.anchor_prompt({"shape": "circle"}) for r in rows]
+    latents = torch.randn(4, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
+    examples = batches.make_examples(model, texts, latents=latents, anchors=anchors)
+    return Denoiser(
+        model,
+        {
+            name: DenoiserObjective(examples, loss)
+            for name, loss in (("forget", "anchor"), ("retain", "data"))
+        },
+        select([name for name, _ in model.denoiser.named_parameters()], select_names),
+        is_start_token_trained=is_start_token_trained,
+    )
+
+
+def ablating_gradients(denoiser: Denoiser) -> dict[str, torch.Tensor]:
+    loss = denoiser.loss("forget", denoiser.draw("forget", [1, 2]))
+    weights = denoiser.trainable()
+    return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+
+
+def test_a_frozen_start_token_leaves_its_part_out_of_each_gradient(tiny) -> None:
+    """The reference is the sum over all tokens but the first of (output's gradient)^T input."""
+    denoiser = ablating_denoiser(tiny, is_start_token_trained=True)
+    inputs, output_gradients, hooks = {}, {}, []
+
+    def keep(name: str) -> Any:
+        def hook(_layer: Any, layer_inputs: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:  # not in the teacher's pass
+                inputs[name] = layer_inputs[0].detach()
+                output.register_hook(lambda gradient: output_gradients.__setitem__(name, gradient))
+
+        return hook
+
+    for name in denoiser.selected_names:
+        layer = tiny.denoiser.get_submodule(name.removesuffix(".weight"))
+        hooks.append(layer.register_forward_hook(keep(name)))
+    whole = ablating_gradients(denoiser)
+    for hook in hooks:
+        hook.remove()
+    cut = ablating_gradients(ablating_denoiser(tiny, is_start_token_trained=False))
+    assert set(cut) == set(inputs) == set(whole)
+    for name, gradient in cut.items():
+        by_token = torch.einsum("bto,bti->toi", output_gradients[name], inputs[name])
+        torch.testing.assert_close(by_token.sum(0), whole[name], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(by_token[1:].sum(0), gradient, rtol=1e-4, atol=1e-7)
+    assert any(not torch.allclose(cut[name], whole[name], rtol=0.01) for name in cut)
+
+
+def test_a_frozen_start_token_changes_no_prediction_and_leaves_no_hook(tiny) -> None:
+    plain = ablating_denoiser(tiny, is_start_token_trained=True)
+    draw = plain.draw("forget", [1, 2])
+    before = plain.predict(draw)
+    for end in ("restore", "finish", "absorb"):
+        denoiser = ablating_denoiser(tiny, is_start_token_trained=False)
+        assert torch.equal(denoiser.predict(draw), before)
+        assert any(module._forward_hooks for module in tiny.denoiser.modules())
+        getattr(denoiser, end)()
+        assert not any(module._forward_hooks for module in tiny.denoiser.modules())
+
+
+def test_a_frozen_start_token_is_the_same_with_checkpointing_and_in_one_pass(tiny) -> None:
+    denoiser = ablating_denoiser(tiny, is_start_token_trained=False)
+    expected = ablating_gradients(denoiser)
+    tiny.checkpoint(True)
+    again = ablating_gradients(denoiser)
+    tiny.checkpoint(False)
+    draws = {name: denoiser.draw(name, [1, 2]) for name in denoiser.objectives}
+    joint = OnePass(denoiser, denoiser.trainable()).gradients(draws, (2, 2))
+    denoiser.restore()
+    for i, (name, gradient) in enumerate(expected.items()):
+        torch.testing.assert_close(again[name], gradient)
+        torch.testing.assert_close(joint["forget"][1][i], gradient, rtol=1e-3, atol=1e-6)
+
+
+def test_a_start_token_is_frozen_in_the_training_of_a_unet_only(tmp_path: Path) -> None:
+    frozen = {"trainable": {"select": "cross_attention", "start_token": "frozen"}}
+    for changes, why in (
+        ({"target": "text_encoder", "trainable": {"start_token": "frozen"}}, "text_encoder"),
+        ({**frozen, "method": "uce"}, "'uce', which trains nothing"),
+    ):
+        with pytest.raises(UserError, match=f"trainable.start_token: frozen.*found .*{why}"):
+            recipe.load(short(**changes))
+    with pytest.raises(UserError, match="start_token: frozen needs a UNet's cross-attention"):
+        concept_eraser.erase(short(model=str(families.build("sd3", tmp_path)), **frozen))
 
 
 # --- Forget-Me-Not --------------------------------------------------------------------------------

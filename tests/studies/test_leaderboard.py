@@ -409,6 +409,24 @@ def test_a_safeguard_is_measured_at_the_setting_that_the_first_task_chose(tmp_pa
     )
 
 
+def test_a_safeguard_that_reads_words_gets_no_attack_by_embeddings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    attacked: dict[str, list[str]] = {}
+    monkeypatch.setattr(
+        leaderboard,
+        "attack",
+        lambda *_, name, attack_names, **__: attacked.update({name: attack_names}),
+    )
+    path = ROOT / "studies" / "configs" / "tiny_leaderboard.yaml"
+    words = ["--methods", "safree,sld", "--tasks", "star", "--stage", "attack"]
+    monkeypatch.setattr("sys.argv", ["leaderboard", str(path), *words, "--work", str(tmp_path)])
+    leaderboard.main()
+    assert attacked["star_sld"] == list(LEADERBOARD["attacks"])
+    left_out = set(attacked["star_sld"]) - set(attacked["star_safree"])
+    assert left_out == {"concept_inversion", "soft_prompt"}
+
+
 def test_as_many_steps_as_the_budget_of_seconds_holds() -> None:
     assert leaderboard.same_time(100, 40.0, 80.0) == 200
     assert leaderboard.same_time(100, 240.0, 80.0) == 33
