@@ -32,7 +32,6 @@ from concept_eraser.erasers.elastic import fisher, penalty
 from concept_eraser.erasers.trajectories import sample_trajectories
 from concept_eraser.losses import LossSettings, Teacher, find
 from concept_eraser.losses.denoiser import LOSSES, DenoiserDraw, no_grad_prediction
-from concept_eraser.models import cross_attention
 from concept_eraser.models.base import Condition, Model
 from concept_eraser.models.lora import Adapter
 from concept_eraser.registry import Plugin
@@ -126,7 +125,7 @@ class Denoiser(Part):
         self._hooks: list[RemovableHandle] = []
         if not is_start_token_trained:
             _require_attention(model, "trainable.start_token: frozen")
-            self._hooks = cross_attention.detach_start_token(model.attention_layers())
+            self._hooks = model.detach_start_token()
 
     def restore(self) -> None:
         self._remove_hooks()

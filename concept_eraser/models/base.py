@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from concept_eraser.models.vocabulary import Words
 from concept_eraser.utils.devices import find_gpu, send
@@ -272,6 +273,13 @@ class Model(Loaded):
         """Return the attention probabilities of each such layer, differentiable.
 
         They are from positions of the image to tokens of the prompt: [b, heads, positions, tokens].
+        """
+        raise NotImplementedError(f"{self.family} has no cross-attention")
+
+    def detach_start_token(self) -> list[RemovableHandle]:
+        """Pass no gradient through the first token's keys and values, until the hooks are removed.
+
+        See models/cross_attention.py.
         """
         raise NotImplementedError(f"{self.family} has no cross-attention")
 

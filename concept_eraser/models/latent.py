@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from concept_eraser.models import cross_attention, generation_stages
 from concept_eraser.models.base import AncestralStep, Condition, Model, Weights
@@ -354,6 +355,9 @@ class Latent(Model):
         return cross_attention.maps(
             self.attention_layers(), lambda: self.denoise(noisy, t, condition)
         )
+
+    def detach_start_token(self) -> list[RemovableHandle]:
+        return cross_attention.detach_start_token(self.attention_layers())
 
     def concept_tokens(
         self, prompts: Sequence[str], anchors: Sequence[str] | None, *, end: bool
