@@ -26,7 +26,8 @@ _ZIMAGE_SAME = r"^(?!all_)(?!.*\.attention\.)"
 _NO_MODULATION = r"^(?!(double|single)_stream_modulation)"
 _CLIP = r"(^|\.)encoder\.layers\.\d+\.(self_attn|mlp)\."
 _FP16 = "export --dtype fp16 for diffusers"
-TEXT_ENCODERS = ("text_encoder", "text_encoder_2")
+_WHOLE_MODEL = "export --to diffusers for a whole model"
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ READERS = (
         text=_CLIP,
         source="Comfy-Org/ComfyUI ec93dca, comfy/lora.py, model_lora_keys_unet and "
         "model_lora_keys_clip; 09708ea, comfy/utils.py, mmdit_to_diffusers and flux_to_diffusers",
+        advice=_WHOLE_MODEL,
     ),
     Reader(
         program="ComfyUI",
@@ -213,7 +215,23 @@ READERS = (
         text=_EVERY,
         source="diffusers 0.42.1, pipelines/pixart_alpha/pipeline_pixart_alpha.py, the class's "
         "bases: none loads a LoRA",
-        advice="export --to diffusers for a whole model",
+        advice=_WHOLE_MODEL,
+    ),
+    *(
+        Reader(
+            program="diffusers",
+            naming="diffusers",
+            families=families,
+            denoiser=_EVERY,
+            text=layers,
+            source="diffusers 0.42.1, loaders/lora_pipeline.py, _lora_loadable_modules: the CLIP "
+            "text encoders of Stable Diffusion 3 and Flux, and no other text encoder",
+            advice=_WHOLE_MODEL,
+        )
+        for families, layers in (
+            (("sd3", "flux"), rf"{_CLIP}|^text_projection$"),
+            (("sana", "zimage", "qwenimage", "flux2"), _NONE),
+        )
     ),
 )
 

@@ -32,7 +32,7 @@ from concept_eraser.models.base import Model
 from concept_eraser.models.folder_check import check_part
 from concept_eraser.models.lora_files import without_alphas
 from concept_eraser.storage.readers import read_json, read_tensor_header
-from concept_eraser.utils.errors import UserError, first_line, quote
+from concept_eraser.utils.errors import UserError, first_line, names_text, quote
 
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -70,14 +70,17 @@ def put_on(base: Model, path: Path, *, allow_pickle: bool = False) -> None:
     assert file is not None  # is_overlay has checked it
     tensors = _read(file, allow_pickle)
     if any("lora" in name.lower() for name in tensors):
+        _require_read_parts(base, tensors, path)
         _merge_lora(base, _lora_of(tensors, file, base.family), path, idle=_idle(tensors))
         return
     if hasattr(base, "pipeline") and single_file.parts_in(tensors):
         single_file.place_on(base, tensors, str(path))
         base.source = f"{path} on {base.source}"
         return
-    part = _part_of(path)
-    names = [part] if part else ["denoiser", *base.readers]
+    names = ["denoiser", *base.readers]
+    part = _part_of(path) or _part_in_header(file)
+    if part in names:
+        names = [part]
     for name in names:
         part_tensors = _place(tensors, base.parts[name])
         if part_tensors is not None:
@@ -137,6 +140,17 @@ def _part_of(path: Path) -> str | None:
         f"{path} holds a {quote(class_name, 80) if class_name else 'model of no name'}, which is "
         f"no part of a pipeline that is read; {' and '.join(_PARTS)} are"
     )
+
+
+def _part_in_header(file: Path) -> str | None:
+    """Return the part that the header of a run's or an export's changed tensors names, else None.
+
+    Two text encoders may have tensors of the same names and shapes (Stable Diffusion 3).
+    """
+    if file.suffix != ".safetensors":
+        return None
+    name = read_tensor_header(file)[0].get("part")
+    return "denoiser" if name in ("unet", "transformer") else name
 
 
 def parts_in(path: Path) -> set[str]:
@@ -203,6 +217,31 @@ def _idle(lora: Mapping[str, Tensor]) -> bool:
         )
     ]
     return bool(ups) and not any(v.any() for v in ups)
+
+
+def _require_read_parts(base: Model, lora: Mapping[str, Tensor], path: Path) -> None:
+    """Raise UserError if a LoRA changes a part that diffusers reads no LoRA into.
+
+    diffusers 0.42.1 ignores such a part without a warning: its pipelines list the others in
+    `_lora_loadable_modules`, and tensors of a T5 in ComfyUI's names are removed
+    (loaders/lora_conversion_utils.py, lines 872-885).
+    """
+    pipeline = getattr(base, "pipeline", None)
+    read_parts = getattr(pipeline, "_lora_loadable_modules", None)
+    if pipeline is None or read_parts is None:
+        return
+    ignored_parts = set(pipeline.components) - set(read_parts)
+    ignored = {
+        name: value
+        for name, value in lora.items()
+        if name.partition(".")[0] in ignored_parts or name.startswith("text_encoders.t5xxl.")
+    }
+    if ignored and not _idle(ignored):
+        raise UserError(
+            f"{path} is a LoRA that changes {min(ignored).rpartition('.lora')[0]}, and diffusers "
+            f"reads a LoRA for {base.source} into {names_text(read_parts)} only; give a whole "
+            "model (export --to diffusers), or remove these tensors from the file"
+        )
 
 
 def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path, *, idle: bool) -> None:

@@ -16,12 +16,13 @@ import pytest
 import torch
 from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from concept_eraser.exporting import formats
 from concept_eraser.models import lora_files
 from concept_eraser.models.loading import load
 from concept_eraser.models.lora import Factors, can_adapt
+from concept_eraser.models.lora_readers import find_ignored
 from concept_eraser.utils.errors import UserError
 from tests import families
 
@@ -303,3 +304,58 @@ def test_fluxs_single_file_holds_no_change_of_a_text_encoder(open_family, tmp_pa
         tmp_path / "c.safetensors", "single-file", before=folder, output=tmp_path / "b.safetensors"
     )
     assert (image(load(export.path, base=folder)) - image(merge(model, loras))).abs().max() <= 1
+
+
+@pytest.mark.parametrize(("name", "part"), [("sd3", "text_encoder_3"), ("flux", "text_encoder_2")])
+def test_no_change_of_a_t5_is_lost_in_silence(
+    name: str, part: str, open_family, tmp_path: Path
+) -> None:
+    """diffusers reads a LoRA into the transformer and CLIP only, and ignores the T5's matrices."""
+    folder, model = open_family(name)
+    t5 = factors(model.parts[part], part, lambda n: n.endswith("SelfAttention.q"))
+    loras = [factors(model.parts["denoiser"], "denoiser", lambda n: n.endswith("to_q")), t5]
+    file = tmp_path / "a.safetensors"
+    lora_files.save(model, loras, file)
+    pipe = families.plain(name, folder)
+    pipe.load_lora_weights(str(tmp_path), weight_name=file.name)
+    (layer,) = t5.layers
+    own = model.parts[part].get_parameter(f"{layer}.weight")
+    assert torch.equal(getattr(pipe, part).get_parameter(f"{layer}.weight"), own)
+    findings = find_ignored(name, loras, "diffusers")
+    assert {one.program: one.layers for one in findings} == dict.fromkeys(
+        ("ComfyUI", "diffusers"), (f"{part}.{layer}",)
+    )
+    assert all("a whole model" in one.sentence() for one in findings)
+    with pytest.raises(UserError, match=rf"a LoRA that changes {part}\.{layer}, and diffusers"):
+        load(file, base=folder)
+    tensors = load_file(file)
+    comfyui = {
+        key.replace(f"{part}.", "text_encoders.t5xxl.transformer."): value
+        for key, value in tensors.items()
+    }
+    save_file(comfyui, tmp_path / "b.safetensors")
+    with pytest.raises(UserError, match=r"a LoRA that changes text_encoders\.t5xxl\."):
+        load(tmp_path / "b.safetensors", base=folder)
+    for key in tensors:
+        if key.startswith(part):
+            tensors[key].zero_()
+    save_file(tensors, tmp_path / "c.safetensors")
+    zeros = load(tmp_path / "c.safetensors", base=folder)
+    pairs = zip(zeros.denoiser.parameters(), model.denoiser.parameters(), strict=True)
+    assert any(not torch.equal(*pair) for pair in pairs)
+
+
+def test_tensors_go_to_the_part_that_their_file_names(open_family, tmp_path: Path) -> None:
+    """Both CLIP encoders of the tiny Stable Diffusion 3 have tensors of one name and shape."""
+    folder, model = open_family("sd3")
+    changed, name = copy.deepcopy(model), "text_model.encoder.layers.0.self_attn.q_proj.weight"
+    with torch.no_grad():
+        changed.parts["text_encoder_2"].get_parameter(name).add_(1)
+    changed.save(tmp_path / "changed")
+    file = formats.export(
+        tmp_path / "changed", "tensors", before=folder, output=tmp_path / "a.safetensors"
+    ).path
+    again = load(file, base=folder)
+    for part in model.readers:
+        own, other = (m.parts[part].state_dict() for m in (changed, again))
+        assert all(torch.equal(own[key], other[key]) for key in own), part
