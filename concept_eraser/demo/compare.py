@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
@@ -73,6 +73,7 @@ class ComparisonSettings:
                 values |= {key: kind(values[key])} if key in values else {}
             except ValueError:
                 values.pop(key)
+        is_without_runs = values.get("runs") == ""
         runs = tuple(name for name in str(values.pop("runs", "")).split(",") if name in run_names)[
             : safety.COLUMNS
         ]
@@ -81,7 +82,7 @@ class ComparisonSettings:
                 cls(**{key: values[key]}).check()
             except safety.UserError:
                 values.pop(key)
-        return cls(**values, runs=runs or tuple(run_names[:1]))
+        return cls(**values, runs=runs if runs or is_without_runs else tuple(run_names[:1]))
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def draw(
     Raises UserError for bad settings, and Interrupted if it was stopped.
     """
     settings = settings.check()
+    desk.library.start()
     requests = column_requests(desk, settings, ladder)
     seeds = range(settings.first, settings.first + settings.seeds)
     image_settings = [
@@ -151,7 +153,7 @@ def draw(
     ]
     concepts = [
         c
-        for name in settings.runs
+        for name in dict.fromkeys(column.run for column in requests if column.run)
         if (r := desk.library.recipe(name)) and (c := presets.concept_of(r))
     ]
     columns = []
@@ -190,11 +192,18 @@ def draw(
                 before=column.run is None,
             )
         )
-    return _summary(columns) + image_html.comparison(columns, [str(seed) for seed in seeds])
+    return _summary(columns, concepts) + image_html.comparison(
+        columns, [str(seed) for seed in seeds]
+    )
 
 
-def _summary(columns: list[image_html.ImageColumn]) -> str:
-    """Return one line that counts the images with the concept, by model."""
+def _summary(columns: list[image_html.ImageColumn], concepts: Sequence[tuple[str, str]]) -> str:
+    """Return one line that counts the images with the concept, by model.
+
+    If the runs erased several concepts, an image counts with any of them, and the line names them.
+    """
+    values = list(dict.fromkeys(value for _, value in concepts))
+    concept = "the concept" if len(values) == 1 else escape(" or ".join(values))
     parts = [
         f"<b>{escape(c.title)}</b> {sum(bool(s.shows) for s in c.judgements)} "
         f"of {len(c.judgements)}"
@@ -202,7 +211,7 @@ def _summary(columns: list[image_html.ImageColumn]) -> str:
         if c.judgements and c.judgements[0].shows is not None
     ]
     return (
-        f'<p class="ce-summary" role="status">Shows the concept: {" · ".join(parts)}</p>'
+        f'<p class="ce-summary" role="status">Shows {concept}: {" · ".join(parts)}</p>'
         if parts
         else ""
     )

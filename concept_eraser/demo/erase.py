@@ -59,9 +59,8 @@ def start(desk: Desk, form: Form) -> DemoJob:
     }
     lr = safety.number("learning rate", form.lr or 0) or None
     base_model = safety.require_choice("model", form.model, models(desk))
-    model = (
-        str(desk.library.folder(base_model)) if base_model in desk.library.folders() else base_model
-    )
+    is_run = base_model != BUNDLED and base_model in desk.library.folders()
+    model = str(desk.library.folder(base_model)) if is_run else base_model
     if safety.names_code(model):
         raise UserError(
             f"{model[:80]!r} names code, and the page runs no code that a recipe names; "

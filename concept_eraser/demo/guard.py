@@ -37,6 +37,7 @@ API = "/gradio_api/"
 UPLOAD = API + "upload"
 BODY = 2**20  # largest size in bytes of a request that is not an upload
 IMAGES = 40  # largest number of files of one upload, counted roughly while it arrives
+PART = b"content-disposition"  # a header of every file of an upload, in any case of letters
 # largest number of open requests (every page holds two): in total, of one address
 OPEN, OPEN_EACH = 400, 200
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -193,13 +194,15 @@ class RequestGuard:
                 ),
                 wait,
             )
-        received, images, answered, over = 0, 0, False, False
+        received, images, answered, over, end = 0, 0, False, False, b""
 
         async def count_received() -> Message:
-            nonlocal received, images, over
+            nonlocal received, images, over, end
             message = await receive()
             received += len(message.get("body", b""))
-            images += message.get("body", b"").count(b'filename="')
+            piece = end + message.get("body", b"").lower()
+            images += piece.count(PART)
+            end = piece[-len(PART) + 1 :]  # the header may lie across two messages
             if received > size or images > IMAGES:
                 over = True
                 return {"type": "http.disconnect"}

@@ -186,13 +186,13 @@ def _cell(columns: Sequence[ImageColumn], k: int, i: int) -> str:
         False: '<span class="ce-gone">not detected</span> ',
         None: "",
     }[judgement.shows]
-    partner = next((j for j in range(k - 1, -1, -1) if columns[j].before), None)
+    partner = _before_of(columns, k)
     pick = (
         (
             '<button type="button" class="ce-link" '
             f'onclick="cePick(this,{partner},{k},{i})">slider</button>'
         )
-        if partner is not None and not column.before
+        if partner is not None and not _is_pair_sensitive(columns, partner, k=k, i=i)
         else ""
     )
     alt = f"{column.title}, seed {column.settings[i].get('seed')}: {judgement.text or 'not judged'}"
@@ -243,16 +243,16 @@ def _slider(columns: Sequence[ImageColumn]) -> str:
     Sensitive pairs are left out.
     """
     pairs = [
-        (k, i)
+        (before, k, i)
         for k, c in enumerate(columns)
-        if not c.before
+        if (before := _before_of(columns, k)) is not None
         for i in range(len(c.judgements))
-        if not c.judgements[i].sensitive and not columns[0].judgements[i].sensitive
+        if not _is_pair_sensitive(columns, before, k=k, i=i)
     ]
-    if not pairs or not columns[0].before:
+    if not pairs:
         return ""
-    k, i = pairs[0]
-    first, second = columns[0], columns[k]
+    before, k, i = pairs[0]
+    first, second = columns[before], columns[k]
     small = "ce-pixels" if _size(first.files[i])[0] < ENLARGED_WIDTH else ""
     return (
         '<div class="ce-slider" style="--at:50%"><div class="ce-stack"><img '
@@ -266,6 +266,18 @@ def _slider(columns: Sequence[ImageColumn]) -> str:
         'image before" '
         "oninput=\"this.parentNode.style.setProperty('--at',this.value+'%')\"></div>"
     )
+
+
+def _before_of(columns: Sequence[ImageColumn], k: int) -> int | None:
+    """Return the position of an erased model's original, or None for an original."""
+    if columns[k].before:
+        return None
+    return next((j for j in range(k - 1, -1, -1) if columns[j].before), None)
+
+
+def _is_pair_sensitive(columns: Sequence[ImageColumn], before: int, k: int, i: int) -> bool:
+    """Whether one of two images is sensitive. The slider would show it without its blur."""
+    return columns[before].judgements[i].sensitive or columns[k].judgements[i].sensitive
 
 
 def _zip(columns: Sequence[ImageColumn]) -> bytes:

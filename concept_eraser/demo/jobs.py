@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from concept_eraser.demo.presets import print_unforeseen
 from concept_eraser.demo.safety import WAITING
 from concept_eraser.utils.errors import UserError
 
@@ -76,9 +77,7 @@ class DemoJob:
     @property
     def seconds(self) -> float:
         """The seconds of work so far, or of waiting."""
-        if not self.start_time:
-            return time.time() - self.created
-        return (self.end_time or time.time()) - self.start_time
+        return (self.end_time or time.time()) - (self.start_time or self.created)
 
 
 class Jobs:
@@ -138,24 +137,25 @@ class Jobs:
         """Remove a waiting job, or tell a running one to save its state and stop."""
         job = self.get(number)
         with self._change:
-            if job.state == "waiting":
+            was_waiting = job.state == "waiting"
+            if was_waiting:
                 job.state, job.end_time = "cancelled", time.time()
             elif job.state == "running":
                 job.cancelling = True
                 if job.process is not None:
                     _interrupt(job.process)
-        if job.state == "cancelled":
-            self._after(job)
+        if was_waiting:  # once, because a new job may have a folder of the same name by now
+            self._call_after(job)
         return job
 
     def close(self) -> None:
-        """Stop all jobs so that they can be resumed. Returns when no process is left."""
+        """Stop the running job so that it can be resumed, and remove the waiting ones.
+
+        Returns when no process is left.
+        """
         with self._change:
             self._closed = True
-            for job in self._jobs:
-                if job.state == "waiting":
-                    job.state, job.end_time = "cancelled", time.time()
-            active_jobs = [job for job in self._jobs if job.state == "running"]
+            active_jobs = [job for job in self._jobs if job.active]
             self._change.notify_all()
         for job in active_jobs:
             self.cancel(job.number)
@@ -178,7 +178,14 @@ class Jobs:
                     f"the job could not be run ({type(error).__name__}: {str(error)[:200]})",
                 )
             job.end_time, job.process = time.time(), None
+            self._call_after(job)
+
+    def _call_after(self, job: DemoJob) -> None:
+        """Call `after`. Its error, e.g. of a folder without permission, does not end the queue."""
+        try:
             self._after(job)
+        except Exception as error:
+            print_unforeseen(error)
 
     def _run(self, job: DemoJob) -> None:
         """Run the process of a job, and read its progress line by line."""

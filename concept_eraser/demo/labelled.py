@@ -15,6 +15,7 @@ from concept_eraser.demo import image_html, safety
 from concept_eraser.demo.context import Desk, alert, error_text, quiet
 from concept_eraser.demo.jobs import DemoJob
 from concept_eraser.demo.state import BUNDLED
+from concept_eraser.storage import output_folder
 from concept_eraser.utils.errors import UserError
 
 TARGETS = ("vae", "classifier", "clip")
@@ -55,7 +56,8 @@ SHOWN_CLASSES = 3  # number of classes to show, those with the largest probabili
 class Pair:
     """The modules before and after, with examples of the run's own data.
 
-    `before` is None if the original was in memory and cannot be loaded.
+    `before` is None if the original was in memory and cannot be loaded. The first `forgotten`
+    examples are of the forget set.
     """
 
     target: str
@@ -64,18 +66,26 @@ class Pair:
     names: tuple[str, ...]
     inputs: Any  # [n, ...] examples of the forgotten data, then of the retained
     labels: Sequence[int]
+    forgotten: int
 
 
 def make(desk: Desk, name: str) -> DemoJob:
-    """Put one of the offered runs into the queue. Raises UserError if it exists already."""
+    """Put one of the offered runs into the queue.
+
+    Raises UserError if it exists already or the queue is full, and then leaves no new folder.
+    """
     content = OFFERED_RUNS[safety.require_choice("run to make", name, list(OFFERED_RUNS))]
     folder = safety.claim(desk.runs, name, name)
-    return desk.jobs.add(
-        "erase",
-        f"training {name}",
-        {"kind": "erase", "recipe": content, "folder": str(folder)},
-        folder,
-    )
+    try:
+        return desk.jobs.add(
+            "erase",
+            f"training {name}",
+            {"kind": "erase", "recipe": content, "folder": str(folder)},
+            folder,
+        )
+    except BaseException:
+        output_folder.discard(folder)
+        raise
 
 
 def pair(desk: Desk, run: str) -> Pair:
@@ -104,12 +114,15 @@ def _pair(folder: Path, stamp: float) -> Pair:
     after = load_part(folder, recipe.target)
     selected_rows = select_rows(recipe)
     data, forget_rows = selected_rows["forget"]
-    other, retain_rows = selected_rows.get("retain", selected_rows["forget"])
-    rows, other_rows = forget_rows[:4].tolist(), retain_rows[:4].tolist()
-    import torch
+    rows = forget_rows[:4].tolist()
+    inputs, labels = data.inputs(rows), data.labels[rows].tolist()
+    if "retain" in selected_rows:
+        import torch
 
-    inputs = torch.cat([data.inputs(rows), other.inputs(other_rows)])
-    labels = [*data.labels[rows].tolist(), *other.labels[other_rows].tolist()]
+        other, retain_rows = selected_rows["retain"]
+        other_rows = retain_rows[:4].tolist()
+        inputs = torch.cat([inputs, other.inputs(other_rows)])
+        labels += other.labels[other_rows].tolist()
     is_reloadable = not (recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "))
 
     def module(loaded_model: Any) -> Any:
@@ -121,7 +134,13 @@ def _pair(folder: Path, stamp: float) -> Pair:
 
     before = module(load_part(recipe.model, recipe.target)) if is_reloadable else None
     return Pair(
-        recipe.target, before, after=module(after), names=data.names, inputs=inputs, labels=labels
+        recipe.target,
+        before,
+        after=module(after),
+        names=data.names,
+        inputs=inputs,
+        labels=labels,
+        forgotten=len(rows),
     )
 
 
@@ -142,9 +161,7 @@ def as_inputs(files: Sequence[str], like: Any) -> Any:
     channels = shape[0] if len(shape) == 3 else 1
     if (len(shape) == 1 and side * side != shape[0]) or len(shape) > 3 or channels not in (1, 3):
         raise UserError(f"this run's data are not images (an example has the shape {list(shape)})")
-    low, high = float(like.min()), float(like.max())
-    low = -1.0 if low < 0 else 0.0
-    high = max(1.0, high)
+    low, high = value_range(like)
     inputs = []
     for file in files:
         _require_small(Path(file))
@@ -181,11 +198,16 @@ def _require_small(path: Path) -> None:
         )
 
 
-def as_images(values: Any) -> np.ndarray:
-    """Convert examples [n, ...] to images [n, h, w, 3] uint8."""
+def value_range(data: Any) -> tuple[float, float]:
+    """Return the values of black and of white in the examples [n, ...] of a run's own data."""
+    return -1.0 if float(data.min()) < 0 else 0.0, max(1.0, float(data.max()))
+
+
+def as_images(values: Any, like: Any) -> np.ndarray:
+    """Convert examples [n, ...] in the range of the data `like` to images [n, h, w, 3] uint8."""
+    low, high = value_range(like)
     array = values.detach().cpu().float().numpy()
-    low = -1.0 if array.min() < 0 else 0.0
-    array = np.clip((array - low) / (max(1.0, float(array.max())) - low), 0, 1)
+    array = np.clip((array - low) / (high - low), 0, 1)
     if array.ndim == 2:
         side = round(array.shape[1] ** 0.5)
         array = array.reshape(-1, 1, side, array.shape[1] // side)
@@ -215,7 +237,7 @@ def show(desk: Desk, run: str, files: Sequence[str]) -> str:
             if module is not None
         }
     rows = ""
-    for i, image in enumerate(as_images(inputs)):
+    for i, image in enumerate(as_images(inputs, models.inputs)):
         file = image_html.png(image, {"example": i})
         cells = "".join(
             f'<td><span class="ce-when">{when}</span>{answers[when][i]}</td>' for when in answers
@@ -223,7 +245,7 @@ def show(desk: Desk, run: str, files: Sequence[str]) -> str:
         heading = (
             "your image"
             if labels[i] is None
-            else f"{labels[i]} ({'forgotten' if i < len(inputs) // 2 else 'retained'})"
+            else f"{labels[i]} ({'forgotten' if i < models.forgotten else 'retained'})"
         )
         rows += (
             '<tr><th scope="row"><img class="ce-pixels ce-small" '
@@ -255,11 +277,12 @@ def _answers(pair: Pair, module: Any, inputs: Any) -> list[str]:
         reconstructions = (
             decoded(module.decode(moments(module.encode(inputs))[0])).reshape(inputs.shape).float()
         )
-        span = 2.0 if float(inputs.min()) < 0 else 1.0
+        low, high = value_range(pair.inputs)
+        span = high - low
         errors = (reconstructions - inputs).square().flatten(1).mean(1).clamp(min=1e-12)
         images = [
             image_html.uri(image_html.png(p, {"reconstruction": i}))
-            for i, p in enumerate(as_images(reconstructions))
+            for i, p in enumerate(as_images(reconstructions, pair.inputs))
         ]
         return [
             (

@@ -39,11 +39,23 @@ def menu_choices(desk: Desk) -> dict[str, list]:
 
 
 def changes(
-    gr: Any, desk: Desk, previous_state: dict[str, Any], chosen_runs: Sequence[str]
+    gr: Any,
+    desk: Desk,
+    previous_state: dict[str, Any],
+    chosen_runs: Sequence[str],
+    *,
+    chosen_job: Any = None,
+    chosen_unfinished_run: Any = None,
 ) -> list[Any]:
     """Return the updates of the components, in the order of `outputs`.
 
-    `sent` is the state that this browser already has.
+    Args:
+        gr: The module gradio.
+        desk: The state that all tabs share.
+        previous_state: The state that this browser already has.
+        chosen_runs: The runs that the user compares.
+        chosen_job: The job that the user chose in the menu for cancelling.
+        chosen_unfinished_run: The run that the user chose in the menu for resuming.
     """
     messages, now = texts(desk), menu_choices(desk)
     state = {**{name: hash(text) for name, text in messages.items()}, **now}
@@ -59,13 +71,18 @@ def changes(
             **({} if previous_state.get(name) else {"value": next(iter(now[name]), None)}),
         )
 
+    def choose(choices: Sequence[Any], values: Sequence[str], chosen: Any) -> Any:
+        # a selection of the user is kept while it is there, since the next click acts on it
+        value = chosen if chosen in values else next(iter(values), None)
+        return gr.Dropdown(choices, value=value)
+
     new = [name for name in image_runs if name not in previous_state.get("drawn", image_runs)]
     selection = [name for name in chosen_runs or [] if name in image_runs]
     return [
         *(text if is_changed[name] else gr.skip() for name, text in messages.items()),
         state,
         update(["active"], lambda: gr.Row(visible=bool(active))),
-        update(["active"], lambda: gr.Dropdown(active, value=active[0][1] if active else None)),
+        update(["active"], lambda: choose(active, [n for _, n in active], chosen_job)),
         update(["active"], lambda: gr.Timer(ACTIVE_INTERVAL if active else IDLE_INTERVAL)),
         # at the start the address of the page has the selection, see page._open
         update(
@@ -74,7 +91,7 @@ def changes(
         ),
         update(["drawn"], lambda: menu("drawn")),
         update(["drawn"], lambda: menu("drawn")),
-        update(["left"], lambda: gr.Dropdown(now["left"], value=next(iter(now["left"]), None))),
+        update(["left"], lambda: choose(now["left"], now["left"], chosen_unfinished_run)),
         update(["drawn"], lambda: gr.Dropdown(erase.models(desk))),
         update(["images"], lambda: menu("images")),
         update(["drawn", "active"], lambda: gr.Button(visible=not image_runs and not active)),
@@ -111,9 +128,18 @@ def add_timer(
     ]
     outputs = [*components, last, row, cancel_menu, clock, *menus]
 
-    def update_page(sent: dict[str, Any], chosen_runs: list[str]) -> list[Any]:
+    def update_page(
+        sent: dict[str, Any], chosen_runs: list[str], job: Any, unfinished_run: Any
+    ) -> list[Any]:
         try:
-            return changes(gr, desk, sent, chosen_runs)
+            return changes(
+                gr,
+                desk,
+                sent,
+                chosen_runs,
+                chosen_job=job,
+                chosen_unfinished_run=unfinished_run,
+            )
         except Exception as error:  # a file that is being written; the next update reads it again
             error_text(error)
             return [gr.skip()] * len(outputs)
@@ -121,7 +147,7 @@ def add_timer(
     for event in (clock.tick, *(event.then for event in events)):
         event(
             update_page,
-            [last, parts["Compare"]["runs"]],
+            [last, parts["Compare"]["runs"], cancel_menu, parts["Erase"]["left"]],
             outputs,
             queue=False,
             show_progress="hidden",

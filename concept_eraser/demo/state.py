@@ -307,11 +307,11 @@ class Library:
 
         def report(steps_done: int) -> None:
             if self._stop.is_set():
+                self._stop.clear()
                 raise Interrupted("stopped; the settings are as they were")
             if tell:
                 tell(steps_done, image_settings[0].steps)
 
-        self._stop.clear()
         return model.sample(
             [image.prompt for image in image_settings],
             seeds=[image.seed for image in image_settings],
@@ -323,6 +323,10 @@ class Library:
     def stop(self) -> None:
         """Stop the current generation of images."""
         self._stop.set()
+
+    def start(self) -> None:
+        """Begin a new comparison, which a `stop` from before does not end."""
+        self._stop.clear()
 
     def drop(self, name: str) -> None:
         """Remove a run's tensors and images from memory, and its base if no other run needs it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import time
 import zipfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from concept_eraser import api
@@ -29,13 +31,15 @@ from concept_eraser.demo import (
     image_html,
     jobs,
     labelled,
+    polling,
     presets,
     results,
     safety,
 )
-from concept_eraser.demo.context import Desk, job_list
+from concept_eraser.demo.context import Desk, job_list, minutes
 from concept_eraser.demo.state import ImageSettings, Library
 from concept_eraser.evaluation.nudity import Detection
+from concept_eraser.models.base import moments, to_pixels
 from concept_eraser.recipes import recipe
 from concept_eraser.utils.errors import Interrupted, UserError
 from tests.conftest import short
@@ -187,6 +191,58 @@ def test_limits_are_sentences(change: dict[str, Any], message: str) -> None:
         compare.ComparisonSettings(**change).check()
 
 
+def test_a_stop_between_two_columns_ends_the_comparison(desk: Desk) -> None:
+    texts: list[str] = []
+
+    def stop(share: float, text: str) -> None:
+        texts.append(text)
+        if text.endswith("step 3 of 3"):
+            desk.library.stop()
+
+    settings = compare.ComparisonSettings("a tree", ("star",), steps=3, seeds=1)
+    with pytest.raises(Interrupted):
+        compare.draw(desk, settings, stop)
+    assert {text.partition(":")[0] for text in texts} == {"generating before"}
+    assert "generating" not in compare.draw(desk, settings)  # the next one goes on
+
+
+def test_the_summary_is_of_the_concepts_of_the_runs_in_the_columns(
+    runs: Path, tmp_path: Path
+) -> None:
+    """A red circle counts beside a run that erased the circle, and not in another's ladder."""
+    shutil.copytree(runs / "star", tmp_path / "star")
+    shutil.copytree(runs / "star", tmp_path / "circle")
+    path = tmp_path / "circle" / "recipe.yaml"
+    content = yaml.safe_load(path.read_text())
+    forget = tmp_path / "forget.yaml"
+    forget.write_text(presets.prompt_set("shape", ["circle"]))
+    content["forget"] |= {"prompts": str(forget), "anchor": {"shape": "moon"}}
+    path.write_text(yaml.safe_dump(content))
+    desk = Desk(Library(tmp_path))
+    try:
+        settings = compare.ComparisonSettings("a red circle", ("star", "circle"), steps=6, seeds=1)
+        both, ladder = (compare.draw(desk, settings, ladder=ladder) for ladder in (False, True))
+    finally:
+        desk.jobs.close()
+    assert "Shows star or circle: <b>before</b> 1 of 1" in both
+    assert "Shows the concept: <b>before</b> 0 of 1" in ladder
+
+
+def test_a_menu_keeps_the_choice_of_the_user(empty: Desk) -> None:
+    import gradio as gr
+
+    form = {"steps": 400, "images": 4}
+    for name in ("a", "b", "c"):
+        job = erase.start(empty, erase.Form(**form, name=name))
+    state = polling.changes(gr, empty, {}, [])[6]
+    other = erase.start(empty, erase.Form(**form, name="d"))  # of another session
+    number = str(job.number)
+    assert polling.changes(gr, empty, state, [], chosen_job=number)[8].value == number
+    empty.jobs.cancel(job.number)
+    assert polling.changes(gr, empty, state, [], chosen_job=number)[8].value == "1"
+    assert other.active
+
+
 def test_a_link_brings_the_settings_back_and_bad_ones_keep_their_default() -> None:
     settings = compare.ComparisonSettings(
         "a blue <b>star</b> & moon", ("star",), 0.5, 7, 3.5, 2, 11, "none"
@@ -195,6 +251,9 @@ def test_a_link_brings_the_settings_back_and_bad_ones_keep_their_default() -> No
         compare.ComparisonSettings.read(dict(parse_qsl(settings.query())), ["star", "other"])
         == settings
     )
+    for runs in ((), ("star",)):  # also of no run, i.e. of the original alone
+        query = dict(parse_qsl(compare.ComparisonSettings(runs=runs).query(), True))
+        assert compare.ComparisonSettings.read(query, ["star"]).runs == runs
     bad = {
         "prompt": "y" * 999,
         "steps": "1000",
@@ -261,6 +320,25 @@ def test_images_that_nudenet_labels_nude_are_blurred_and_boxed() -> None:
     html = image_html.comparison([column], ["0"])
     assert "ce-veiled" in html
     assert html.count("ce-box") >= 3  # two boxes and the switch
+
+
+def test_the_slider_never_shows_a_sensitive_image() -> None:
+    plain, sensitive = image_html.Judgement("a"), image_html.Judgement("b", sensitive=True)
+    for before, after in ((sensitive, plain), (plain, sensitive)):
+        columns = [
+            image_html.ImageColumn(
+                title,
+                np.zeros((2, 8, 8, 3), np.uint8),
+                [judgement, plain],
+                [{"seed": 0}, {"seed": 1}],
+                before=title == "before",
+            )
+            for title, judgement in (("before", before), ("run", after))
+        ]
+        html = image_html.comparison(columns, ["0", "1"])
+        assert "ce-slider" in html
+        assert "cePick(this,0,1,1)" in html
+        assert "cePick(this,0,1,0)" not in html
 
 
 def test_nudenet_judges_images_of_any_size() -> None:
@@ -414,6 +492,56 @@ def test_the_queue_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> No
         crowd()
 
 
+def test_a_folder_of_a_job_that_never_started_is_removed_once(empty: Desk) -> None:
+    """Also by the end of the server, and not by a second click on Cancel."""
+    erase.start(empty, erase.Form(steps=400, images=4, name="first"))
+    waiting = erase.start(empty, erase.Form(name="waiting"))
+    empty.jobs.cancel(waiting.number)
+    seconds = waiting.seconds
+    erase.start(empty, erase.Form(name="waiting"))
+    empty.jobs.cancel(waiting.number)
+    assert (empty.runs / "waiting").is_dir()
+    assert waiting.seconds == seconds  # it no longer waits
+    empty.jobs.close()
+    assert not (empty.runs / "waiting").exists()
+
+
+def test_an_error_after_a_job_does_not_end_the_queue(tmp_path: Path) -> None:
+    def fail(job: jobs.DemoJob) -> None:
+        raise PermissionError(job.folder)
+
+    queue = jobs.Jobs(fail)
+    try:
+        for name in ("a", "b"):
+            job = queue.add("erase", name, {"kind": "nothing"}, tmp_path / name)
+            until = time.monotonic() + 120
+            while job.state != "failed":
+                assert time.monotonic() < until, job
+                time.sleep(0.05)
+    finally:
+        queue.close()
+
+
+def test_an_offered_run_leaves_no_folder_where_the_queue_is_full(
+    empty: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("concept_eraser.demo.jobs.WAITING", 0)
+    for _ in range(2):
+        with pytest.raises(UserError, match="the queue is full"):
+            labelled.make(empty, "star-vae")
+    assert not (empty.runs / "star-vae").exists()
+
+
+def test_durations_have_less_than_60_seconds() -> None:
+    assert [minutes(s) for s in (99.4, 99.7, 119.7)] == ["99 s", "1 min 40 s", "2 min 0 s"]
+
+
+def test_a_run_with_the_name_of_the_bundled_model_is_not_erased_from(empty: Desk) -> None:
+    for name in ("tiny-sd", "next"):
+        job = erase.start(empty, erase.Form(name=name, steps=400, images=4))
+        assert job.spec["recipe"]["model"] == "tiny-sd"
+
+
 def test_results_are_those_of_the_repository(desk: Desk) -> None:
     assert "tiny_star" in results.studies_in_plot()
     assert "MUNBa" in results.table("tiny_star")
@@ -485,12 +613,38 @@ def test_images_before_and_after_of_a_clip_and_a_vae(tmp_path: Path) -> None:
         assert clip.count("ce-prob") == 8 * 2 * labelled.SHOWN_CLASSES
         assert vae.count("dB</td>") == 8 * 2
         assert "your image" in labelled.show(desk, "star-vae", [str(image)])
+        models = labelled.pair(desk, "star-vae")
+        inputs = labelled.as_inputs([str(image)], models.inputs)  # brighter than the middle
+        assert (labelled.as_images(inputs, models.inputs) == 200).all()
+        with torch.no_grad():
+            output = to_pixels(models.before.decode(moments(models.before.encode(inputs))[0]))
+        error = float((output.reshape(inputs.shape) - inputs).square().mean())
+        assert f"{10 * np.log10(4 / error):.1f} dB</td>" in labelled.show(
+            desk, "star-vae", [str(image)]
+        )
         with pytest.raises(UserError, match="cannot be read as an image"):
             labelled.show(desk, "star-vae", [str(runs / "star-vae" / "recipe.yaml")])
         with pytest.raises(UserError, match="at most 8"):
             labelled.show(desk, "star-vae", [str(image)] * 9)
     finally:
         desk.jobs.close()
+
+
+def test_only_examples_of_the_retain_set_are_called_retained(tmp_path: Path) -> None:
+    content = labelled.OFFERED_RUNS["star-vae"]
+    alone = {key: value for key, value in content.items() if key != "retain"} | {
+        "method": {"name": "weighted", "retain": 0},
+        "forget": {**content["forget"], "options": {"n": 40}},
+        "training": {"steps": 1, "batch_size": 2},
+    }
+    api.erase(alone, output=tmp_path / "alone")
+    desk = Desk(Library(tmp_path))
+    try:
+        html = labelled.show(desk, "alone", [])
+    finally:
+        desk.jobs.close()
+    assert "(retained)" not in html
+    assert html.count("</th><td>") == html.count("star (forgotten)</th>") > 0
 
 
 def test_two_runs_of_one_name_get_different_names(tmp_path: Path) -> None:

@@ -417,7 +417,9 @@ def test_uploads_have_a_quota_and_old_ones_are_removed(quota: tuple[Any, Uploads
     assert (uploads.pending_bytes, uploads.requests) == (0, 0)
 
 
-def test_one_upload_has_a_size(quota: tuple[Any, Uploads, Now]) -> None:
+def test_one_upload_has_a_size(
+    quota: tuple[Any, Uploads, Now], monkeypatch: pytest.MonkeyPatch
+) -> None:
     client, uploads, _ = quota
     assert upload(client, 5000).status_code == 413
     head = b'--b\r\nContent-Disposition: form-data; name="files"; filename="a.png"\r\n\r\n'
@@ -434,6 +436,20 @@ def test_one_upload_has_a_size(quota: tuple[Any, Uploads, Now]) -> None:
         "/gradio_api/upload", files=[("files", (f"{i}", b"")) for i in range(guard.IMAGES + 5)]
     )
     assert many.status_code == 413
+    monkeypatch.setattr(guard, "IMAGES", 5)
+    for name in (b"filename=%d", b'FILENAME="%d"', b'filename ="%d"'):
+        body = b"".join(
+            b'--b\r\nContent-Disposition: form-data; name="files"; ' + name % i + b"\r\n\r\nx\r\n"
+            for i in range(guard.IMAGES + 5)
+        )
+        pieces = (body[i : i + 7] for i in range(0, len(body), 7))  # of arbitrary sizes
+        for content in (body, pieces):
+            many = client.post(
+                "/gradio_api/upload",
+                content=content,
+                headers={"content-type": "multipart/form-data; boundary=b"},
+            )
+            assert many.status_code == 413
     assert (uploads.pending_bytes, uploads.requests) == (0, 0)
 
 
