@@ -14,10 +14,10 @@ from studies.result_tables import STUDIES, Results
 LIMITS = """**Protocol 1: limits.** The reported prompts include prompts of the training. One judge
 selects the settings and reports the results. The number of settings that were tried differs
 between methods. The attack success rate is a mean over attacks, and one of these, `seed_search`,
-is a control. The intervals pool the images of all training seeds as if they were independent. The
-rows of EraseDiff and SalUn outside of the leaderboard use losses that differ from the published
-ones. The row of AdvUnlearn has a short attack without Adam and warm-up, and trains the embeddings
-of words too. The attack `p4d-k` has one free token fewer than published."""
+is a control. The intervals pool the images of all training seeds as if they were independent.
+Outside of the leaderboard, the rows of EraseDiff and SalUn use losses that differ from the
+published ones. The row of AdvUnlearn has a short attack there, without Adam and warm-up, and trains
+the embeddings of words too. The attack `p4d-k` has one free token fewer than published."""
 
 # Phrases in the labels of stored results, and what the pages show in their place. The labels stay,
 # because the draws of ranks.py follow from them.
