@@ -311,16 +311,19 @@ def _start_token(recipe: RecipeFields, method: Any) -> None:
     """Raise ValueError if gradients cannot be kept from the start token's keys and values."""
     if recipe.trainable.start_token == "trained":
         return
-    if recipe.target != "denoiser" or hasattr(method, "edit"):
-        finding = (
-            f"target: {recipe.target}"
-            if recipe.target != "denoiser"
-            else f"the method {recipe.method.name!r}, which trains nothing"
-        )
-        raise ValueError(
-            "trainable.start_token: frozen is for training the cross-attention of a denoiser; "
-            f"found {finding}"
-        )
+    _require_training(
+        recipe,
+        method,
+        "trainable.start_token: frozen is for training the cross-attention of a denoiser",
+    )
+
+
+def _require_training(recipe: RecipeFields, method: Any, reason: str) -> None:
+    """Raise ValueError, with the reason and what was found, if no denoiser is trained."""
+    if recipe.target != "denoiser":
+        raise ValueError(f"{reason}; found target: {recipe.target}")
+    if hasattr(method, "edit"):
+        raise ValueError(f"{reason}; found the method {recipe.method.name!r}, which trains nothing")
 
 
 def _negation(recipe: RecipeFields) -> None:
@@ -389,15 +392,9 @@ def _finish(recipe: RecipeFields, method: Any) -> None:
     """Raise ValueError if a closed form cannot follow the training."""
     if recipe.finish is None:
         return
-    if recipe.target != "denoiser" or hasattr(method, "edit"):
-        finding = (
-            f"target: {recipe.target}"
-            if recipe.target != "denoiser"
-            else f"the method {recipe.method.name!r}, which trains nothing"
-        )
-        raise ValueError(
-            f"finish: a closed form that follows the training of a denoiser; found {finding}"
-        )
+    _require_training(
+        recipe, method, "finish: a closed form that follows the training of a denoiser"
+    )
     for key in ("saliency", "project"):
         if getattr(recipe.trainable, key) is not None:
             raise ValueError(
