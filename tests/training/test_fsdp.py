@@ -392,7 +392,10 @@ def test_one_process_keeps_its_weights_whole(tmp_path: Path) -> None:
             {"forget__loss": "resteer"},
             r"forget: the loss 'resteer' calls attention layers outside of their blocks",
         ),
-        ({"trainable__start_token": "frozen"}, r"start_token: frozen changes the layers"),
+        (
+            {"trainable": {"select": "cross_attention", "lora": 2, "start_token": "frozen"}},
+            r"start_token: frozen changes the layers",
+        ),
         ({"training__shard": "gradients"}, r"training\.shard.*'none', 'optimizer' or 'weights'"),
     ],
 )
