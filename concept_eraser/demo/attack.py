@@ -11,7 +11,6 @@ from concept_eraser import registry
 from concept_eraser.demo import figures, image_html, presets, safety
 from concept_eraser.demo.context import Desk, alert, error_text, minutes, notice, quiet
 from concept_eraser.demo.jobs import DemoJob
-from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import MEGABYTE, read_json
 from concept_eraser.utils.errors import UserError
 
@@ -57,22 +56,19 @@ def start(
         raise UserError(
             "the attack 'paraphrase' has other names for the star only; choose another attack"
         )
-    folder = safety.claim(desk.library.folder(run) / "attacks", "", f"demo-{attack}", "attack")
-    spec = {
-        "kind": "attack",
-        "run": str(desk.library.folder(run)),
-        "base": recipe.model,
-        "suite": suite,
-        "attack": attack,
-        "options": CADENCE.get(attack, {}),
-        "folder": str(folder),
-        **numbers,
-    }
-    try:
+    attacks = desk.library.folder(run) / "attacks"
+    with safety.claimed(attacks, "", f"demo-{attack}", "attack") as folder:
+        spec = {
+            "kind": "attack",
+            "run": str(desk.library.folder(run)),
+            "base": recipe.model,
+            "suite": suite,
+            "attack": attack,
+            "options": CADENCE.get(attack, {}),
+            "folder": str(folder),
+            **numbers,
+        }
         return desk.jobs.add("attack", f"{attack} on {run}", spec, folder)
-    except BaseException:
-        output_folder.discard(folder)
-        raise
 
 
 def progress_html(desk: Desk, job: DemoJob | None) -> str:

@@ -11,7 +11,6 @@ from concept_eraser.demo.context import Desk, alert, error_text, minutes, notice
 from concept_eraser.demo.jobs import DemoJob
 from concept_eraser.demo.state import BUNDLED
 from concept_eraser.recipes import recipe as recipes
-from concept_eraser.storage import output_folder
 from concept_eraser.storage.writers import write_text
 from concept_eraser.utils.commands import erase_command
 from concept_eraser.utils.errors import UserError
@@ -75,12 +74,8 @@ def start(desk: Desk, form: Form) -> DemoJob:
             "prompts of your own are needed for both objectives: what to forget, and what to retain"
         )
     title = own_prompts[0][0] if own_prompts[0] else form.concept.partition(": ")[2]
-    folder = safety.claim(
-        desk.runs,
-        form.name.strip(),
-        f"{title}-{presets.METHODS[method].removeprefix('tiny_star_')}",
-    )
-    try:
+    proposal = f"{title}-{presets.METHODS[method].removeprefix('tiny_star_')}"
+    with safety.claimed(desk.runs, form.name.strip(), proposal) as folder:
         if own_prompts[0]:
             objectives: dict[str, Any] = {
                 "forget": own_prompts[0],
@@ -97,9 +92,6 @@ def start(desk: Desk, form: Form) -> DemoJob:
             {"kind": "erase", "recipe": content, "folder": str(folder)},
             folder,
         )
-    except BaseException:
-        output_folder.discard(folder)
-        raise
 
 
 def _bundled_objectives(form: Form, folder: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from concept_eraser.demo import image_html, safety
 from concept_eraser.demo.context import Desk, alert, error_text, quiet
 from concept_eraser.demo.jobs import DemoJob
 from concept_eraser.demo.state import BUNDLED
-from concept_eraser.storage import output_folder
 from concept_eraser.utils.errors import UserError
 
 TARGETS = ("vae", "classifier", "clip")
@@ -75,17 +74,13 @@ def make(desk: Desk, name: str) -> DemoJob:
     Raises UserError if it exists already or the queue is full, and then leaves no new folder.
     """
     content = OFFERED_RUNS[safety.require_choice("run to make", name, list(OFFERED_RUNS))]
-    folder = safety.claim(desk.runs, name, name)
-    try:
+    with safety.claimed(desk.runs, name, name) as folder:
         return desk.jobs.add(
             "erase",
             f"training {name}",
             {"kind": "erase", "recipe": content, "folder": str(folder)},
             folder,
         )
-    except BaseException:
-        output_folder.discard(folder)
-        raise
 
 
 def pair(desk: Desk, run: str) -> Pair:

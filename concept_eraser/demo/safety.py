@@ -13,7 +13,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -220,12 +221,22 @@ def require_account(host: str, auth: tuple[str, str] | None) -> None:
         )
 
 
-def claim(runs: Path, name: str, proposal: str, kind: str = "run") -> Path:
-    """Make the folder of a new run or attack.
+@contextmanager
+def claimed(runs: Path, name: str, proposal: str, kind: str = "run") -> Iterator[Path]:
+    """Make the folder of a new run or attack, and remove it again if the context fails.
 
     It has the name, or without one a free name derived from the proposal. Two requests at the same
     time get two folders. Raises the UserErrors of `new_folder`.
     """
+    folder = _claim(runs, name, proposal, kind)
+    try:
+        yield folder
+    except BaseException:
+        output_folder.discard(folder)
+        raise
+
+
+def _claim(runs: Path, name: str, proposal: str, kind: str) -> Path:
     plain = (re.sub(r"[^A-Za-z0-9._-]+", "-", proposal).strip("-._") or "run")[:56]
     candidates = (plain if i == 1 else f"{plain}-{i}" for i in range(1, RUNS + 2))
     for candidate in [name] if name else candidates:

@@ -146,7 +146,7 @@ class TrainableSettings(TypedDict, total=False):
     project: float
     negate: float
     reinitialise: float
-    start_token: Literal["trained", "frozen"]
+    start_token: Literal["frozen"] | None
 
 
 class TrainingSettings(TypedDict, total=False):

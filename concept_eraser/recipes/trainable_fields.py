@@ -104,8 +104,8 @@ class TrainableSpec(Strict):
         ),
     )
 
-    start_token: Literal["trained", "frozen"] = Field(
-        "trained",
+    start_token: Literal["frozen"] | None = Field(
+        None,
         description=(
             "denoiser with cross-attention: frozen passes no gradient through the keys and values "
             "of a prompt's start token, which all prompts share (concept ablation)"

@@ -309,7 +309,7 @@ def _projection(recipe: RecipeFields) -> None:
 
 def _start_token(recipe: RecipeFields, method: Any) -> None:
     """Raise ValueError if gradients cannot be kept from the start token's keys and values."""
-    if recipe.trainable.start_token == "trained":
+    if recipe.trainable.start_token is None:
         return
     _require_training(
         recipe,
@@ -535,7 +535,7 @@ def _split(recipe: RecipeFields) -> None:
             "training.shard: weights this process has only a part of the weights; leave out "
             "one of the two"
         )
-    if recipe.trainable.start_token == "frozen":
+    if recipe.trainable.start_token is not None:
         raise ValueError(
             "trainable.start_token: frozen changes the layers of the whole denoiser, and "
             "training.shard: weights trains with other ones; use training.shard: optimizer"

@@ -36,7 +36,7 @@ def build(context: Context) -> Denoiser:
             adapter=adapter,
             rotate=recipe.concepts == "rotate",
             attack=attack_terms(recipe),
-            is_start_token_trained=recipe.trainable.start_token == "trained",
+            is_start_token_trained=recipe.trainable.start_token is None,
         )
         eraser.hold(_elastic_seeds(recipe))
     return eraser

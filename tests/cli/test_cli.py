@@ -328,7 +328,7 @@ def test_flags_make_a_recipe(cli) -> None:
     )
     assert recipe["forget"]["anchor"] == {"shape": "circle"}
     assert recipe["forget"]["loss"] == "anchor"
-    assert recipe["trainable"] == {"select": "cross_attention", "start_token": "trained"}
+    assert recipe["trainable"] == {"select": "cross_attention"}
     assert recipe["training"]["lr"] == 1e-5
 
 

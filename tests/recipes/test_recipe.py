@@ -16,6 +16,19 @@ from concept_eraser.utils.errors import UserError
 from tests.conftest import short
 
 
+def test_a_new_setting_leaves_the_fingerprints_of_older_recipes_as_they_were() -> None:
+    """Runs and evaluations on the user's disk are found by it. So a new key is None by default."""
+    content = {
+        "model": "tiny-sd",
+        "target": "denoiser",
+        "forget": {"prompts": "tiny_star", "loss": "anchor", "anchor": {"shape": "circle"}},
+        "retain": {"prompts": "tiny_rest"},
+        "method": {"name": "munba"},
+        "training": {"steps": 4},
+    }
+    assert recipe.load(content).fingerprint == "967e3f9e9f496754"
+
+
 def test_five_mistakes_are_five_lines() -> None:
     wrong = short(
         forget__loss="ancor",
