@@ -277,7 +277,10 @@ def equal_time(
         {**report["point"], "training.steps": steps},
         work / name / f"time_{seed}_{of(report)}",
     )
-    if key not in folder_results or folder_results[key]["point"] != point:
+    is_known = key in folder_results and runs.same(
+        folder_results[key], runs.recipe_of(entry, point, seed)
+    )
+    if not is_known:
         result, _ = runs.run_one(
             entry,
             point,
