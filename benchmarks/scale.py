@@ -44,7 +44,7 @@ BATCH = 16  # of all processes together
 PROMPTS = 17  # the original shows the concept for 16 of them
 LEFT_OUT = 2  # first steps of a training, which allocate memory and choose kernels
 ITERATIONS = 4  # of an attack, for each step of a training
-ENOUGH = 5  # repetitions; a table of fewer says so
+ENOUGH = 5  # repetitions; the table has no seconds of fewer
 EXAMPLES = ["forget.n=32", "retain.n=32", "generation.steps=2"]  # what they show changes no time
 TRAINING = ["erase", "--forget", "tiny_star", "--anchor", "shape=circle", "--retain", "tiny_rest"]
 ALL = ["--select", "all", "finish=none", "--save", "changed"]
@@ -205,8 +205,7 @@ def block(content: dict[str, Any]) -> str:
             [
                 row["job"],
                 str(row["batch"]),
-                *(f"{row['seconds'][str(processes)]:.3f}" for processes in PROCESSES),
-                "{:.2f} [{:.2f}, {:.2f}]".format(*row["speed_up"]),
+                *(_times(row) if row["n"] >= ENOUGH else ["-"] * 3),
                 *(f"{row[key]:,}" for key in ("floor_bytes", "sent_bytes", "socket_bytes")),
                 str(len(row["messages"])),
                 str(row["n"]),
@@ -214,8 +213,13 @@ def block(content: dict[str, Any]) -> str:
         )
     text = f"{table(lines)}\n\ntiny-sd, {machine_note(content)}"
     if any(row["n"] < ENOUGH for row in content["rows"]):
-        text += " A short run: its bytes are right, and its seconds are no measurement."
+        text += " Seconds of fewer than five repetitions are left out."
     return text
+
+
+def _times(row: Mapping[str, Any]) -> list[str]:
+    seconds = [f"{row['seconds'][str(processes)]:.3f}" for processes in PROCESSES]
+    return [*seconds, "{:.2f} [{:.2f}, {:.2f}]".format(*row["speed_up"])]
 
 
 def main() -> None:

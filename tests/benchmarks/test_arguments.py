@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import attack_steps, floor, peers, step_parts
+from benchmarks import attack_steps, floor, peers, scale, step_parts
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,7 @@ from benchmarks import attack_steps, floor, peers, step_parts
         (floor, "--batches 4 -1", "expected a whole number from 1, found '-1'"),
         (step_parts, "--batches x", "expected a whole number from 1, found 'x'"),
         (attack_steps, "--repetitions 0", "expected a whole number from 1, found '0'"),
+        (scale, "--repetitions 0", "expected a whole number from 1, found '0'"),
         (peers, "--judged 0", "expected a whole number from 1, found '0'"),
         (floor, "--device cuda", "there is no GPU here"),
         (floor, "--device tpu", "expected cpu or cuda, found 'tpu'"),
