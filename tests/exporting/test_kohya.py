@@ -97,6 +97,16 @@ CASES = {
             for part in ("text_encoder", "text_encoder_2")
         ],
     ),
+    "denoiser and text encoders in one file": (
+        "sdxl",
+        lambda model: [
+            factors(model.parts["denoiser"], "denoiser", lambda n: "attn" in n),
+            *(
+                factors(model.parts[part], part, lambda n: "self_attn" in n)
+                for part in ("text_encoder", "text_encoder_2")
+            ),
+        ],
+    ),
     "double blocks": (
         "flux",
         lambda model: [
