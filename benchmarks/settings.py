@@ -166,6 +166,7 @@ def measure(
         repetitions: How often each step is measured.
         settings: Those of `SETTINGS` that are measured, the last one included.
     """
+    torch.compiler.reset()  # it compiles a function for a few models only, and then no more
     names = (OWN, *settings)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     precision = TRAINED[trained][2]
@@ -261,14 +262,17 @@ def main() -> None:
     parser.add_argument("--state", default="not stated", help="what else runs on the machine")
     parser.add_argument("--output", type=Path, default=FILE)
     args = parser.parse_args()
-    rows = []
+    rows = json.loads(args.output.read_text())["rows"] if args.output.exists() else []
     for trained in args.trained:
         for batch in args.batches:
-            rows.append(measure(trained, batch, args.repetitions))
-            print(rows[-1], flush=True)
-    content = {"environment": provenance.describe(), "state": args.state, "rows": rows}
-    write_text(args.output, json.dumps(content, indent=1) + "\n", overwrite=True)
-    if args.output == FILE:
+            row = measure(trained, batch, args.repetitions)
+            print(row, flush=True)
+            key = (trained, batch)
+            rows = [r for r in rows if (r["trained"], r["batch"]) != key] + [row]
+            content = {"environment": provenance.describe(), "state": args.state, "rows": rows}
+            write_text(args.output, json.dumps(content, indent=1) + "\n", overwrite=True)
+    if args.output == FILE and FILE.exists():
+        content = json.loads(FILE.read_text())
         PAGE.write_text(fill_blocks(PAGE.read_text(), {"settings": lambda: table(content)}))
 
 
