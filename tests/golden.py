@@ -119,7 +119,8 @@ EDIT: dict[str, Any] = {
     "retain": {"prompts": "tiny_rest"},
     "trainable": {"select": "cross_attention_kv"},
 }
-EDITS = ("rece", "speed", "uce", "mace-cfr")
+EDITS: dict[str, Any] = {name: name for name in ("rece", "speed", "uce", "mace-cfr")}
+EDITS["oce"] = {"name": "oce", "erase_scale": 100.0, "rank": 8}
 # Edits of a classifier and methods that depend on labelled data.
 CLASSIFIER: dict[str, Any] = {
     "target": "classifier",
@@ -371,7 +372,7 @@ def methods(folder: Path) -> Iterator[Entry]:
     """Ten steps of every method, on the denoiser of tiny-sd or on a classifier of digits."""
     contents = {name: merged(DENOISER, change) for name, change in METHODS.items()}
     contents |= {name: merged(DENOISER, SHORT, change) for name, change in VARIANTS.items()}
-    contents |= {name: merged(EDIT, {"method": name}) for name in EDITS}
+    contents |= {name: merged(EDIT, {"method": spec}) for name, spec in EDITS.items()}
     for name, content in contents.items():
         yield name, lambda name=name, content=content: erased(content, folder / name)
     for name, change in CLASSIFIER_METHODS.items():

@@ -177,6 +177,7 @@ EDITS = {
     "influence": influence_on_labels,
     "ssd": dampening_of_labels,
     "uce": uce_on_least_squares,
+    "oce": partial(projection, "oce"),
     "rece": partial(projection, "rece"),
     "speed": partial(projection, "speed"),
 }

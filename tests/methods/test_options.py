@@ -91,6 +91,12 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
         "iterations": ("1", None),
         "tolerance": ("(0", None),
     },
+    "oce": {
+        "erase_scale": ("(0", None),
+        "preserve_scale": ("0", None),
+        "lamb": ("0", None),
+        "rank": ("1", None),
+    },
     "race": {
         "inner_steps": ("0", None),
         "inner_lr": ("(0", None),
@@ -212,6 +218,7 @@ def test_the_clamp_of_munba_lies_between_zero_and_one(value: float) -> None:
 # arXiv 2401.09257 (Table 5, T and eta of the multi-task runs, beta_k), its code; 2401.05779's code;
 # 2406.16986, section 4;
 # 2407.12383, section 4 and its code; 2308.07707; 2308.14761's code; 2407.08169, Algorithm 1;
+# 2605.28902's trainscripts/object.sh;
 # 1703.04730; 2411.15537; 2209.08709's code; 2102.07121; 2210.12624's code;
 # 2010.10981; 2006.14755's README; 1911.03030
 PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -256,6 +263,13 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
         "terms": 5,
     },
     "mini_unlearning": {"k": 10, "rewind": False},
+    "oce": {
+        "erase_scale": 2000.0,
+        "preserve_scale": 10.0,
+        "lamb": 10.0,
+        "rank": None,
+        "tokens": "last",
+    },
     "race": {"inner_steps": 10, "inner_lr": 0.1 / 4, "box": 0.1, "retain": 0.0, "forget": 1.0},
     "rece": {
         "epochs": 3,
@@ -353,6 +367,7 @@ def test_which_methods_need_single_precision_and_an_attack() -> None:
     edits = {name: plugin for name, plugin in PLUGINS.items() if name not in methods}
     assert all(plugin.needs_fp32 and not plugin.needs_attack for plugin in edits.values())
     assert {name for name, plugin in edits.items() if not plugin.needs_retain} == {
+        "oce",
         "rece",
         "speed",
         "uce",

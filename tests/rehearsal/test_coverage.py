@@ -134,7 +134,7 @@ def test_methods_losses_and_options(name: str, steps: list[Counts], tmp_path: Pa
 @slow
 @pytest.mark.parametrize("name", golden.EDITS)
 def test_edits_of_a_denoiser(name: str, device: torch.device, tmp_path: Path) -> None:
-    recipe = two_steps(golden.EDIT, {"method": name})
+    recipe = two_steps(golden.EDIT, {"method": golden.EDITS[name]})
     with count() as counts:
         concept_eraser.erase(recipe, output=tmp_path / "run")
     assert counts.operators

@@ -186,6 +186,22 @@ def test_the_invariants_of_the_null_space_are_those_of_the_empty_prompt(
     assert float((star[3] @ (new - old).T).norm()) > 0.2 * float((star[3] @ old.T).norm())
 
 
+def test_a_rotation_of_the_values_erases_the_star(tmp_path: Path, tiny, shared_tiny) -> None:
+    """OCE's recipe without changes. Lengths and angles of all values stay, and keys do."""
+    run = concept_eraser.erase("tiny_star_oce", model=tiny, output=tmp_path)
+    assert share(tiny, "tiny_star", "star") < 0.2
+    assert share(tiny, "tiny_rest") > 0.8
+    assert json.loads((run.folder / "done.json").read_text())["edit"]["overlap"] < 0
+    before, moved = shared_tiny.denoiser.state_dict(), []
+    for name, new in tiny.denoiser.state_dict().items():
+        if not torch.equal(new, before[name]):
+            moved.append(name)
+            products = before[name].double().T @ before[name].double()
+            torch.testing.assert_close(new.double().T @ new.double(), products, rtol=0, atol=1e-5)
+            assert float((new - before[name]).norm()) > 0.1 * float(new.norm())
+    assert moved == [name for name in before if name.endswith(".attn2.to_v.weight")]
+
+
 def test_only_keys_and_values_move_and_the_folder_holds_them(
     tmp_path: Path, tiny, shared_tiny
 ) -> None:
@@ -347,6 +363,7 @@ def test_settings_that_an_edit_does_not_use_are_errors(setting: str, tmp_path: P
         ),
         ({"retain": {"prompts": ["a red star"]}}, "a red star"),
         ({"method": {"name": "uce", "lamb": 0.0, "tokens": "last"}}, "undetermined .* larger lamb"),
+        ({"method": {"name": "oce", "tokens": "all"}}, "nothing to erase; .* smaller rank"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_changes(
@@ -370,7 +387,7 @@ def test_no_image_is_generated(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RECIPES, "tiny_star_speed"])
+@pytest.mark.parametrize("name", [*RECIPES, "tiny_star_speed", "tiny_star_oce"])
 def test_the_suite_agrees(name: str, tmp_path: Path) -> None:
     run = concept_eraser.erase(name, output=tmp_path / "run")
     evaluation = concept_eraser.evaluate(run.folder, suites.load("tiny_star").with_at_most(48))
