@@ -1,8 +1,9 @@
 """OCE: concept erasure by a rotation of the values (arXiv 2605.28902).
 
 The paper is Sun, Yu, Xu, Miao, Xu & Xie, "Orthogonal Concept Erasure for Diffusion Models". Of the
-paper only the abstract was read here. The definition below is that of the authors' code, oce.py
-(lines 12-40, 85-89, 102-123) and compute_Cg.py of HansSunY/OCE at commit 2609f3e.
+paper only the abstract was read here, and a summary by others. The definition below is that of the
+authors' code, oce.py (lines 12-40, 85-89, 102-123) and compute_Cg.py of HansSunY/OCE at commit
+2609f3e.
 
 Each matrix W of values becomes R W with a rotation R. So each value vector keeps its length, and
 any two keep their angle. The columns of E are an orthonormal basis of the values W c / |W c| of the
@@ -25,6 +26,9 @@ in that span, and it does not matter outside of it. If a layer has more outputs 
 independent columns, a direction outside turns a reflection r into a rotation R. So r may be
 any orthogonal matrix there. As every edit here this one is W (I + D), D = H S^-1 (r - I) S H^T.
 
+The summary prints the first term as -||R E E^T - N||^2, without lamb. Its minimiser turns E away
+from N E, where the code turns N E away from E. With equal other terms it is R^T.
+
 Deliberate differences from the code:
 * The code's QR returns as many columns as there are vectors. For vectors that depend on each other,
   such as the guide that its celebrity commands repeat a hundred times, most are directions of
@@ -38,7 +42,8 @@ Deliberate differences from the code:
 * The code adds the sum of W k (W k)^T over preserved names k, with a weight of its own (0 for
   objects and nudity). Here such names are retained prompts, and count in the mean.
 * Each prompt has its own anchor. The code cuts the list of guides, or lengthens it at random.
-* The code edits values only. Here `trainable.select` decides. The equations are solved in float64.
+* The code edits values only, the summary has keys too. Here `trainable.select` decides. The
+  equations are solved in float64.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def test_pairs_stay_inside_of_the_prompts(model: Any, how: Any, anchor: str) -> 
     torch.testing.assert_close(request.empty, own[""], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["uce", "rece", "speed"])
+@pytest.mark.parametrize("method", ["uce", "rece", "speed", "oce"])
 def test_a_run(method: str, model: Any, tmp_path: Path) -> None:
     if model.family == "sana" and method != "uce":
         pytest.skip("the methods read the same states")
