@@ -2,7 +2,8 @@
 
 Two threads of torch on one free core wait for each other inside its kernels. A training step of the
 bundled model then took 1.6 to 4.2 s on two cores, one of them busy. With one thread it took 0.65 s,
-and 0.45 s with two threads on two idle cores. GNU OpenMP's spin count changes little of this.
+and 0.45 s with two threads on two idle cores. The commands give GNU OpenMP a low spin count
+(cli/main.py). It shortens these waits and does not end them.
 """
 
 from __future__ import annotations

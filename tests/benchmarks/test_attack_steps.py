@@ -49,9 +49,22 @@ def test_the_bare_passes_have_the_prompts_of_the_attack(monkeypatch: pytest.Monk
     assert {size for size in sizes[1:] if size is not None} == {2}, "of concept inversion"
 
 
-def test_the_committed_iterations_are_near_the_bare_passes() -> None:
-    rows = json.loads(attack_steps.FILE.read_text())["rows"]
-    assert {row["attack"] for row in rows} == set(attack_steps.ATTACKS)
-    for row in rows:
-        limit = 1.8 if row["attack"] == "unlearn_diff" else 1.15
-        assert 0.9 < row["ratio"][0] < limit, row
+# An iteration / its bare passes: the medians of benchmarks/README.md, corrected for their prompts.
+EXPECTED = {"soft_prompt": 1.02, "concept_inversion": 0.98, "unlearn_diff": 1.21, "p4d": 1.15}
+
+
+def test_the_committed_iterations_have_no_further_pass() -> None:
+    """Each limit is half a forward pass of the UNet above the expected ratio.
+
+    P4D's bare passes have one forward pass more than those of UnlearnDiffAtk. It takes 33 to 52 %
+    of the time of an attack's bare passes.
+    """
+    rows = {row["attack"]: row for row in json.loads(attack_steps.FILE.read_text())["rows"]}
+    assert rows.keys() == set(attack_steps.ATTACKS) == EXPECTED.keys()
+    bare = {attack: row["bare_cpu_seconds"] for attack, row in rows.items()}
+    forward = bare["p4d"] - bare["unlearn_diff"]
+    for attack, row in rows.items():
+        ratio, share = row["ratio"][0], forward / bare[attack]
+        limit = EXPECTED[attack] + share / 2
+        assert 0.9 < ratio < limit, row
+        assert ratio + share > limit, f"{attack}: the limit allows a second forward pass"
