@@ -225,13 +225,45 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return concept_eraser.erase(recipe, output=tmp_path_factory.mktemp("finished") / "run")
 
 
+@pytest.fixture(scope="module")
+def finished_zimage(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same for Z-Image."""
+    prompt, other = families.texts("zimage")
+    recipe = {
+        "model": str(families.build("zimage", tmp_path_factory.mktemp("zimage") / "model")),
+        "model_options": families.options("zimage"),
+        "forget": {"prompts": [prompt], "n": 2, "loss": "esd", "images": "free"},
+        "retain": {"prompts": [other], "n": 2, "loss": "distill", "images": "free"},
+        "method": "munba",
+        "trainable": {"select": "self_attention", "lora": 2},
+        "training": {"steps": 2, "batch_size": 2, "device": "cpu"},
+        "generation": {"steps": 2},
+    }
+    return concept_eraser.erase(recipe, output=tmp_path_factory.mktemp("finished") / "run")
+
+
+# Stable Diffusion has no names of musubi-tuner and AI Toolkit
+OF_ZIMAGE = ("musubi", "comfyui")
+
+
+def _export(run: Run, to: str, folder: Path) -> None:
+    path = folder / ("result" if to == "diffusers" else "result.safetensors")
+    assert formats.export(run.folder, to, output=path)
+    assert path.exists()
+
+
 @slow
-@pytest.mark.parametrize("to", [to for to in formats.FORMATS if to not in ("musubi", "comfyui")])
+@pytest.mark.parametrize("to", [to for to in formats.FORMATS if to not in OF_ZIMAGE])
 def test_exports(to: str, device: torch.device, finished: Run, tmp_path: Path) -> None:
-    suffix = "" if to == "diffusers" else ".safetensors"
-    result = formats.export(finished.folder, to, output=tmp_path / f"result{suffix}")
-    assert (tmp_path / f"result{suffix}").exists()
-    assert result
+    _export(finished, to, tmp_path)
+
+
+@slow
+@pytest.mark.parametrize("to", OF_ZIMAGE)
+def test_exports_of_zimage(
+    to: str, device: torch.device, finished_zimage: Run, tmp_path: Path
+) -> None:
+    _export(finished_zimage, to, tmp_path)
 
 
 @slow
