@@ -28,7 +28,7 @@ help:
 	@echo "make fuzz         100,000 damaged inputs and 1,000 random command lines; counts in tests/campaigns/results"
 	@echo "make faults       kills, full disks and the like, on real processes; a table in tests/campaigns/results"
 	@echo "make mutants      mutation testing of methods, vectors, statistics and storage"
-	@echo "make full-size    the commands on Stable Diffusion 1.4's architecture, random weights; 20 GB of disk, half an hour"
+	@echo "make full-size    the commands on Stable Diffusion 1.4's architecture, random weights; 40 GB of disk, some hours on one thread"
 	@echo "make check        ruff and mypy"
 	@echo "make results      render the pages of eval/results from the tables of the studies"
 	@echo "make licences     render docs/licences.md from what is installed"

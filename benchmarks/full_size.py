@@ -1,4 +1,4 @@
-"""Take the path of a user on an architecture at full size: erase, generate, export, load elsewhere.
+"""Take the path of a user on an architecture at full size: erase, evaluate, export, load elsewhere.
 
     make full-size                                     Stable Diffusion 1.4's architecture
     python -m benchmarks.full_size --family sdxl       SDXL in bf16; --memory 14 limits each step
@@ -7,17 +7,24 @@
 The weights are random, so the images show nothing. Seconds, memory and files are those of a real
 checkpoint. Each step is a process of its own, the command that a user types. Its peak memory is the
 largest resident set of the process. That of a process which only loads the libraries stands beside
-it, because the estimate of a dry run does not count it.
+it, because the estimate of a dry run does not count it. Its CPU seconds are those of all its
+threads, which other busy processes change little.
 
 Every finished step is written to the JSON file at once, and is not repeated by the next call. One
 that needed too much memory is.
 `--steps` names some of them. `python -m studies.render_results` renders the table.
 
-The steps "erase without a heap: ..." repeat a job with MALLOC_MMAP_THRESHOLD_=1048576. glibc then
-gives each tensor of more than 1 MB pages of its own, which the system gets back at once. So the
-process has the memory that the estimate counts, without the holes of a heap.
+The step "evaluate" measures the LoRA with a suite of 4 images of each model. Its judge is a ResNet
+with random weights. Its images are generated anew, in a cache of its own.
 
-The steps "profile: ..." repeat a job under `benchmarks.profile_phases`, which finds the three
+The jobs that end with the size of a card have that memory preset.
+
+The steps "erase without a heap: ..." repeat a job without a preset with
+MALLOC_MMAP_THRESHOLD_=1048576. glibc then gives each tensor of more than 1 MB pages of its own,
+which the system gets back at once. So the process has the memory that the estimate counts, without
+the holes of a heap.
+
+The steps "profile: ..." repeat such a job under `benchmarks.profile_phases`, which finds the three
 largest costs of each phase. `--pixels 256` gives Stable Diffusion 1.4 a smaller image.
 
 SDXL has no single file, and its jobs are smaller: see JOBS. `--memory` ends a step that asks for
@@ -45,6 +52,9 @@ from typing import Any
 
 import diffusers
 import torch
+import yaml
+from safetensors.torch import save_file
+from torchvision.models import get_model
 
 from benchmarks import profile_phases
 from concept_eraser.storage.writers import write_text
@@ -63,13 +73,20 @@ FEW = [
     "training.batch_size=1",
 ]
 PROMPTS = {"forget": "a church", "retain": "a golf ball"}  # a prompt set of one prompt each
+EXPORTS = {"kohya": "kohya.safetensors", "single-file": "single.safetensors"}
+OUTCOME, EVALUATION = "outcome.txt", "full_size_evaluation"  # a file and a folder of all families
 BF16 = ["training.precision=bf16", "training.frozen=bf16", "generation.precision=bf16"]
+CROSS_ATTENTION = ["--select", "cross_attention"]
 # Adam's state of all weights needs more than 24 GB of memory in all. Adafactor's fits.
+ALL_WEIGHTS = ["--select", "all", "training.optimizer=adafactor"]
 SD_JOBS = {
     "default LoRA": [],
     "LoRA of rank 16, batch of 4": ["--lora", "16", "training.batch_size=4"],
-    "cross-attention": ["--select", "cross_attention"],
-    "all weights, Adafactor": ["--select", "all", "training.optimizer=adafactor"],
+    "cross-attention": CROSS_ATTENTION,
+    "all weights, Adafactor": ALL_WEIGHTS,
+    "default LoRA, 8gb": ["--memory", "8gb"],
+    "cross-attention, 8gb": [*CROSS_ATTENTION, "--memory", "8gb"],
+    "all weights, Adafactor, 24gb": [*ALL_WEIGHTS, "--memory", "24gb"],
 }
 SDXL_JOBS = {
     "LoRA of rank 4": ["--lora", "4", *BF16],
@@ -104,6 +121,10 @@ class Place:
         return JOBS[self.family]
 
     @property
+    def jobs_without_preset(self) -> list[str]:
+        return [job for job, words in self.jobs.items() if "--memory" not in words]
+
+    @property
     def lora(self) -> str:
         """The job that is exported."""
         return next(iter(self.jobs))
@@ -128,7 +149,7 @@ class Place:
 
     def clean(self) -> None:
         """Remove the files of this family's steps, and the folder if it is empty then."""
-        names = ("peak.txt", "phases.json", "images", "kohya.safetensors", "single.safetensors")
+        names = (OUTCOME, "phases.json", "images", EVALUATION, *EXPORTS.values())
         runs = self.folder.glob(f"{self.run('').name}*")
         prompts = (self.folder / f"{name}.txt" for name in PROMPTS)
         model = [] if self.family == "tiny" else [Path(self.model)]
@@ -148,8 +169,8 @@ import resource, subprocess, sys
 if limit := int(sys.argv[2]):
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 code = subprocess.call(sys.argv[3:])
-peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-open(sys.argv[1], "w").write(str(peak))
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+open(sys.argv[1], "w").write(f"{used.ru_maxrss} {used.ru_utime + used.ru_stime}")
 sys.exit(code)
 """
 
@@ -164,7 +185,7 @@ class BeyondLimit(Exception):
 def measure(
     words: list[str], place: Place, settings: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Run a process to its end. Returns seconds, peak memory in MB, and what it printed.
+    """Run a process to its end. Returns seconds, CPU seconds, peak memory in MB, and its output.
 
     settings: Variables of its environment, besides those of this one.
 
@@ -172,10 +193,10 @@ def measure(
         BeyondLimit: It asked for more memory than allowed.
         SystemExit: It failed, with the end of its output.
     """
-    peak, limit = place.folder / "peak.txt", str(int((place.memory or 0) * 2**30))
+    outcome, limit = place.folder / OUTCOME, str(int((place.memory or 0) * 2**30))
     start = time.monotonic()
     result = subprocess.run(
-        [sys.executable, "-S", "-c", LAUNCHER, str(peak), limit, *words],
+        [sys.executable, "-S", "-c", LAUNCHER, str(outcome), limit, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -187,9 +208,11 @@ def measure(
         raise SystemExit(
             f"{' '.join(words)} ended with {result.returncode}:\n{result.stdout[-2000:]}"
         )
+    peak, cpu_seconds = outcome.read_text().split()
     return {
         "seconds": round(time.monotonic() - start, 1),
-        "memory_mb": round(int(peak.read_text()) / 1024),
+        "cpu_seconds": round(float(cpu_seconds), 1),
+        "memory_mb": round(int(peak) / 1024),
         "text": result.stdout,
     }
 
@@ -291,8 +314,34 @@ def generate(place: Place) -> dict[str, Any]:
     return measure([*COMMAND, "generate", run, *prompts, *output], place)
 
 
+def evaluate(place: Place) -> dict[str, Any]:
+    """Measure the LoRA with a small suite, whose judge has random weights."""
+    folder = place.folder / EVALUATION
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    judge, suite = folder / "judge.safetensors", folder / "suite.yaml"
+    torch.manual_seed(0)
+    save_file(get_model("resnet18", weights=None).state_dict(), judge)
+    groups = {role: {"prompts": [prompt], "role": role, "n": 2} for role, prompt in PROMPTS.items()}
+    content = {
+        "concept": {"class": "church"},
+        "judge": {
+            "name": "imagenet",
+            "architecture": "resnet18",
+            "version": "IMAGENET1K_V1",
+            "weights": str(judge),
+        },
+        "sampling": {"steps": 2, "guidance": 5.0, "batch_size": 1},
+        "groups": groups,
+        "metrics": ["concept_rate"],
+    }
+    suite.write_text(yaml.safe_dump(content))
+    words = [*COMMAND, "evaluate", str(place.run(place.lora)), "--suite", str(suite)]
+    return measure(words, place, {"CONCEPT_ERASER_CACHE": str(folder / "cache")})
+
+
 def export(place: Place, kind: str) -> dict[str, Any]:
-    path = place.folder / {"kohya": "kohya.safetensors", "single-file": "single.safetensors"}[kind]
+    path = place.folder / EXPORTS[kind]
     words = [*COMMAND, "export", str(place.run(place.lora)), "--to", kind]
     result = measure([*words, "-o", str(path)], place)
     return {**result, "disk_mb": size(path)}
@@ -340,8 +389,8 @@ def compare(place: Place) -> dict[str, Any]:
 
     is_tiny = place.family == "tiny"
     model = str(resources.tiny_weights() / "tiny-sd") if is_tiny else place.model
-    run, kohya = str(place.run(place.lora)), str(place.folder / "kohya.safetensors")
-    single = "" if place.is_sdxl else str(place.folder / "single.safetensors")
+    run, kohya = str(place.run(place.lora)), str(place.folder / EXPORTS["kohya"])
+    single = "" if place.is_sdxl else str(place.folder / EXPORTS["single-file"])
     dtype = "bfloat16" if place.is_sdxl else "float32"
     words = [sys.executable, "-c", COMPARE, model, run, kohya, single, str(place.pixels), dtype]
     result = measure(words, place)
@@ -357,15 +406,16 @@ def steps(place: Place) -> dict[str, Callable[[], dict[str, Any]]]:
         **{f"dry run: {job}": partial(dry_run, place, job) for job in place.jobs},
         f"erase: {place.lora}": partial(erase, place, place.lora),
         "generate two images": partial(generate, place),
+        "evaluate": partial(evaluate, place),
         "export to kohya": partial(export, place, "kohya"),
         **({} if place.is_sdxl else single_file),
         "load in plain diffusers": partial(compare, place),
         **{f"erase: {job}": partial(erase, place, job) for job in list(place.jobs)[1:]},
         **{
             f"erase without a heap: {job}": partial(erase, place, job, heapless=True)
-            for job in place.jobs
+            for job in place.jobs_without_preset
         },
-        **{f"profile: {job}": partial(profile, place, job) for job in place.jobs},
+        **{f"profile: {job}": partial(profile, place, job) for job in place.jobs_without_preset},
     }
 
 

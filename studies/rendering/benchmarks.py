@@ -77,6 +77,17 @@ def taken_mb(row: dict[str, Any]) -> float | None:
     return None if beside is None else float(row["memory_mb"] + beside)
 
 
+FULL_SIZE_COLUMNS = [
+    "step",
+    "seconds",
+    "CPU seconds",
+    "peak memory, MB",
+    "above the libraries",
+    "estimate",
+    "disk",
+]
+
+
 def full_size_page(content: dict[str, Any]) -> str:
     """Return the page of the commands at full size: a table for each architecture."""
     where = content["environment"]
@@ -93,7 +104,7 @@ def full_size_page(content: dict[str, Any]) -> str:
             row for row in content["rows"] if (row["family"], row["pixels"]) == (family, pixels)
         ]
         libraries = next((r["memory_mb"] for r in rows if r["step"] == "libraries alone"), None)
-        lines = [["step", "seconds", "peak memory, MB", "above the libraries", "estimate", "disk"]]
+        lines = [FULL_SIZE_COLUMNS]
         plans = {r["step"].removeprefix("dry run: "): r for r in rows if "disk_estimate_mb" in r}
         for row in rows:
             memory = row.get("memory_mb")
@@ -103,6 +114,7 @@ def full_size_page(content: dict[str, Any]) -> str:
                 [
                     row["step"],
                     f"{row['seconds']:.0f}",
+                    f"{row['cpu_seconds']:.0f}" if "cpu_seconds" in row else "",
                     f"beyond {row['beyond_gb']:g} GB" if "beyond_gb" in row else str(memory or ""),
                     "" if memory is None or libraries is None else str(memory - libraries),
                     f"{plan['memory_estimate_mb']} MB" if plan else "",

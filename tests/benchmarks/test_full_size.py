@@ -28,7 +28,7 @@ def place_of(folder: Path) -> full_size.Place:
     return place
 
 
-@pytest.mark.parametrize("job", ["default LoRA", "cross-attention", "all weights, Adafactor"])
+@pytest.mark.parametrize("job", full_size.SD_JOBS)
 def test_the_estimates_of_each_dry_run_are_read(job: str, tmp_path: Path) -> None:
     words = full_size._settings(place_of(tmp_path), job)
     result = CliRunner().invoke(app, ["erase", *words, "--dry-run", "--no-two-steps"])
@@ -75,6 +75,10 @@ def test_memory_and_errors_are_those_of_the_process(tmp_path: Path) -> None:
     assert large["text"] == "end\n"
     assert small["memory_mb"] < 50, "the test's own memory does not count"
     assert 90 < large["memory_mb"] - small["memory_mb"] < 110
+    spinning = "import time\nwhile time.process_time() < 0.5: pass"
+    idle = "import time; time.sleep(0.5)"
+    busy, waiting = (full_size.measure([sys.executable, "-c", s], place) for s in (spinning, idle))
+    assert busy["cpu_seconds"] >= 0.5 > waiting["cpu_seconds"]
     with pytest.raises(SystemExit, match="ended with 3"):
         full_size.measure([sys.executable, "-c", "raise SystemExit(3)"], place)
     heapless = full_size.measure(
@@ -107,7 +111,7 @@ def test_the_steps_of_sdxl_run_on_a_tiny_one_in_bf16(
             result = CliRunner().invoke(app, words[len(full_size.COMMAND) :])
             assert result.exit_code == 0, result.output
             text = result.output
-        return {"seconds": 0.0, "memory_mb": 1, "text": text}
+        return {"seconds": 0.0, "cpu_seconds": 0.0, "memory_mb": 1, "text": text}
 
     monkeypatch.setattr(full_size, "measure", call)
     left_out = ("profile", "dry run", "erase without")  # the steps of the bundled model test these
@@ -121,6 +125,12 @@ def test_the_steps_of_sdxl_run_on_a_tiny_one_in_bf16(
     assert {value.dtype for value in stored.values()} == {torch.bfloat16}
     for job in full_size.SDXL_JOBS:
         assert len(rows[f"erase: {job}"]["step_seconds"]) == 2
+    evaluation = json.loads((place.run(place.lora) / "evaluation.json").read_text())
+    assert evaluation["judge"].startswith("imagenet-resnet18")
+    assert [(row["group"], row["after"]["n"]) for row in evaluation["results"]] == [
+        ("forget", 2),
+        ("retain", 2),
+    ]
     differences = rows["load in plain diffusers"]["differences"]
     assert differences["lora"] == 0
     assert differences["kohya"] <= 1
@@ -134,7 +144,7 @@ def test_the_steps_of_sdxl_run_on_a_tiny_one_in_bf16(
     ]
     page = benchmarks.full_size_page(content)
     assert "## tiny-sdxl, 16 x 16" in page
-    assert "| libraries alone | 0 | beyond 14 GB |" in page
+    assert "| libraries alone | 0 | 0 | beyond 14 GB |" in page
 
 
 def test_the_costs_of_a_phase_are_its_operators_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,9 +201,9 @@ def test_every_step_runs_on_the_bundled_model(tmp_path: Path) -> None:
     page = benchmarks.full_size_page(content)
     assert "| erase: default LoRA |" in page
     profiles = [row["phases"] for row in content["rows"] if "phases" in row]
-    assert len(profiles) == len(full_size.SD_JOBS)
+    assert len(profiles) == len(place.jobs_without_preset) == 4
     assert set(profiles[0]) == set(profile_phases.PHASES)
     assert all("training step" in one for one in profiles), "images may be in the cache"
-    assert page.count("| training step |") == len(full_size.SD_JOBS)
+    assert page.count("| training step |") == len(profiles)
     full_size.run(place, output, names)
     assert json.loads(output.read_text())["rows"] == content["rows"]
