@@ -71,17 +71,17 @@ class Examples:
             [torch.randint(len(self), (1,), generator=generator) for generator in generators]
         )
         blank = (
-            torch.cat([torch.rand(1, generator=g) for g in generators]) < self.empty
+            send(torch.cat([torch.rand(1, generator=g) for g in generators]) < self.empty, device)
             if self.empty
             else None
         )
+        null = self.null.repeat(len(index)).to(device)
         latents = None if self.latents is None else send(self.latents[index], device)
         anchor = None
         if self.anchors is not None and self.anchor_rows is not None:
-            anchor = _or_nothing(self.anchors[self.anchor_rows[index]], self.null, blank).to(device)
-        null = self.null.repeat(len(index)).to(device)
+            anchor = _or_nothing(self.anchors[self.anchor_rows[index]].to(device), null, blank)
         positions = None if self.positions is None else send(self.positions[index], device)
-        condition = _or_nothing(self.condition[self.rows[index]], self.null, blank).to(device)
+        condition = _or_nothing(self.condition[self.rows[index]].to(device), null, blank)
         mixture = tuple(
             (factor, conditions[rows[index]].to(device))
             for factor, conditions, rows in self.mixture
@@ -132,7 +132,10 @@ def _encode_once(model: Model, texts: Sequence[str]) -> tuple[Condition, Tensor]
 
 
 def _or_nothing(condition: Condition, null: Condition, blank: Tensor | None) -> Condition:
-    """Replace the conditions of a batch by that of the empty prompt where `blank` [b] is true."""
+    """Replace the conditions of a batch by that of the empty prompt where `blank` [b] is true.
+
+    All are on one device, so that the host does not wait for a copy.
+    """
     if blank is None:
         return condition
     return Condition(
