@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,33 @@ from concept_eraser.evaluation.seed_statistics import (
     difference_of_seeds,
     holm,
 )
-from concept_eraser.evaluation.statistics import Interval, paired_difference, wilson
+from concept_eraser.recipes import recipe as recipes
 from studies import grids
-from studies.rendering.common import notes, pool, setting, share, source, table
+from studies.rendering.common import fill_blocks, notes, pool, setting, share, source, table
+from studies.rendering.excess_details import (
+    curve_table,
+    order_table,
+    savings_table,
+    seconds_table,
+    side_table,
+)
+from studies.rendering.excess_goal import goal_table
+from studies.rendering.excess_statistics import (
+    WITHIN,
+    by_concept,
+    by_model,
+    by_seed,
+    campaigns,
+    differences_by_seed,
+    evaluations,
+    excess,
+    is_within_margin,
+    never_learned_rates,
+    p_of_prompts,
+    p_of_seeds,
+    success_rate,
+    worst_of,
+)
 from studies.result_tables import STUDIES as CONFIGS
 from studies.result_tables import Content, Results
 
@@ -40,112 +64,15 @@ def attack_key(concept: str, model: str, attack: str) -> str:
     return f"{concept}_{model}_{attack}"
 
 
-MARGIN = 0.1  # the largest difference of a success that counts as none, in the tests of equivalence
-WITHIN = 0.9  # the confidence of the intervals of these tests
-BESIDE = ("retained", "unseen")  # groups of prompts without the concept
+# of an attack on an erasure of a concept: the p-value over training seeds, and that over prompts
+PValues = Mapping[tuple[str, str, str], tuple[float, float]]
 NEIGHBOURS = "accuracy on neighbours %"
+CORRECTED = "p, corrected: training seeds; prompts"
 
 
 def selection_key(entry: str) -> str:
     """Return the key of the scored settings of an entry."""
     return f"select_{entry}"
-
-
-def by_concept(results: Mapping[str, Content]) -> dict[str, list[Content]]:
-    """Return the results of each concept, without the choice of settings."""
-    groups: dict[str, list[Content]] = {}
-    for content in results.values():
-        if content["kind"] == "selection":
-            continue
-        groups.setdefault(content["concept"], []).append(content)
-    return groups
-
-
-def evaluations(contents: Sequence[Content]) -> dict[str, list[Content]]:
-    """Return the evaluations of each erasure, one for each training seed."""
-    groups: dict[str, list[Content]] = {}
-    for content in contents:
-        if "evaluation" in content:
-            groups.setdefault(content["model"], []).append(content)
-    return groups
-
-
-def campaigns(contents: Sequence[Content], attack: str, model: str | None = None) -> list[Content]:
-    """Return the attacks of a name on an erasure, or on the controls without a `model`."""
-    return [
-        one
-        for one in contents
-        if one.get("attack") == attack
-        and (one["kind"] == "control" if model is None else one["model"] == model)
-    ]
-
-
-def successes(content: Content) -> dict[tuple[str, int], bool]:
-    """Return whether each attacked prompt showed the concept in the end, by prompt and seed."""
-    return {(a["prompt"], a["seed"]): a["success"] for a in content["campaign"]["attempts"]}
-
-
-def success_rate(contents: Sequence[Content]) -> Interval:
-    """Return the attack success rate over all prompts of all models, with Wilson's interval."""
-    values = [value for one in contents for value in successes(one).values()]
-    return wilson(sum(values), len(values))
-
-
-def excess(erased: Sequence[Content], controls: Sequence[Content]) -> Interval:
-    """Return the mean excess recovery of an attack.
-
-    The unit is the training seed of the erasure where there are three or more seeds. Otherwise the
-    difference is paired by prompt, and its interval does not hold for other trainings. With several
-    controls or two seeds, the value and both ends are means over the pairs of a seed and a control.
-    So a prompt counts once. Such an interval is not shorter than one of 95 % for the mean.
-
-    Raises:
-        ValueError: The attacks have different prompts.
-    """
-    differences = differences_by_seed(erased, controls)
-    if len(differences) >= LEAST_SEEDS:
-        return cluster_bootstrap(differences)
-    intervals = [_paired(one, control) for one in erased for control in controls]
-    value, low, high = np.mean([(one.value, one.low, one.high) for one in intervals], axis=0)
-    return Interval(float(value), float(low), float(high), intervals[0].n)
-
-
-def _paired(erased: Content, control: Content) -> Interval:
-    """Return the difference of one erasure from one control, paired by prompt."""
-    own, other = successes(erased), successes(control)
-    before, after = (np.array([one[key] for key in own]) for one in (other, own))
-    return paired_difference(before, after)
-
-
-def differences_by_seed(erased: Sequence[Content], controls: Sequence[Content]) -> list[np.ndarray]:
-    """Return the success minus its mean over the controls, [prompts], for each training seed.
-
-    Raises:
-        ValueError: The attacks have different prompts.
-    """
-    of_controls = [successes(one) for one in controls]
-    differences = []
-    for content in erased:
-        own = successes(content)
-        if any(own.keys() != other.keys() for other in of_controls):
-            raise ValueError(f"{content['model']}: the attacks have different prompts")
-        differences.append(
-            np.array([own[k] - float(np.mean([c[k] for c in of_controls])) for k in own])
-        )
-    return differences
-
-
-def worst_of(contents: Sequence[Content]) -> Content:
-    """Return the worst case over attacks on one model, in the form of an attack on it.
-
-    Each prompt has the success of any of the attacks, which have the same prompts.
-    """
-    hits = [successes(one) for one in contents]
-    attempts = [
-        {"prompt": prompt, "seed": seed, "success": any(one[prompt, seed] for one in hits)}
-        for prompt, seed in hits[0]
-    ]
-    return {**contents[0], "campaign": {"attempts": attempts}}
 
 
 def family_table(contents: Sequence[Content]) -> str:
@@ -170,7 +97,7 @@ def family_table(contents: Sequence[Content]) -> str:
     rows = [[*head, "excess recovery, points", "equivalent", "attacks"]]
     for family in sorted(families):
         for model, label in labels.items():
-            models = [_by_model(contents, model), _by_model(contents, None)]
+            models = [by_model(contents, model), by_model(contents, None)]
             common = [
                 name
                 for name in families[family]
@@ -192,48 +119,66 @@ def family_table(contents: Sequence[Content]) -> str:
     return table(rows) if len(rows) > 1 else ""
 
 
-def _by_model(contents: Sequence[Content], model: str | None) -> list[dict[str, Content]]:
-    """Return the attacks on each training seed of an erasure, or on each control, by name."""
-    groups: dict[Any, dict[str, Content]] = {}
-    for one in contents:
-        wanted = one["kind"] == "control" if model is None else one["model"] == model
-        if wanted and "attack" in one:
-            groups.setdefault((one["model"], one.get("seed")), {})[one["attack"]] = one
-    return list(groups.values())
+def corrected_p(results: Mapping[str, Content]) -> PValues:
+    """Return the p-values of all rows of `attack_table` with Holm's correction.
 
-
-def is_within_margin(interval: Interval) -> str:
-    """Return whether a 90 % interval lies within MARGIN: a cell of a table.
-
-    Two one-sided tests at the level 5 % are positive exactly then.
+    The rows of all concepts are one family of tests. The first value has the training seed as its
+    unit, and is nan below three seeds. The second has the prompt as its unit (`p_of_prompts`).
     """
-    if np.isnan(interval.low):
-        return "all alike"
-    return "yes" if interval.low > -MARGIN and interval.high < MARGIN else "no"
+    of_seeds: dict[tuple[str, str, str], float] = {}
+    of_prompts: dict[tuple[str, str, str], float] = {}
+    for concept, contents in by_concept(results).items():
+        for attack, model, erased, controls in _attacked_pairs(contents):
+            differences = differences_by_seed(erased, controls)
+            if len(differences) >= LEAST_SEEDS:
+                of_seeds[concept, attack, model] = p_of_seeds(cluster_bootstrap(differences))
+            of_prompts[concept, attack, model] = p_of_prompts(erased, controls)
+    corrected = dict(zip(of_seeds, holm(list(of_seeds.values())), strict=True))
+    return {
+        key: (float(corrected.get(key, np.nan)), float(p))
+        for key, p in zip(of_prompts, holm(list(of_prompts.values())), strict=True)
+    }
 
 
-def attack_table(contents: Sequence[Content]) -> str:
-    """Return a row for each attack on each erasure."""
+def _attacked_pairs(
+    contents: Sequence[Content],
+) -> Iterator[tuple[str, str, list[Content], list[Content]]]:
+    """Yield each attack that both an erasure and the controls have: its name, that of the erasure,
+    the attacks on its training seeds, and those on the controls.
+    """
+    models = dict.fromkeys(one["model"] for one in contents if one["kind"] == "erased")
+    for attack in dict.fromkeys(one["attack"] for one in contents if "attack" in one):
+        controls = campaigns(contents, attack)
+        for model in models:
+            erased = campaigns(contents, attack, model)
+            if erased and controls:
+                yield attack, model, erased, controls
+
+
+def attack_table(contents: Sequence[Content], p_values: PValues | None = None) -> str:
+    """Return a row for each attack on each erasure.
+
+    p_values: As `corrected_p`. Without them the table has no such column.
+    """
     attacks = list(dict.fromkeys(one["attack"] for one in contents if "attack" in one))
     labels = {one["model"]: one["label"] for one in contents if one["kind"] == "erased"}
     head = ["family", "attack", "model", "training seeds", "success %", "never learned: success %"]
-    rows = [[*head, "excess recovery, points", "equivalent"]]
-    for attack in attacks:
-        controls = campaigns(contents, attack)
-        for model, label in labels.items():
-            erased = campaigns(contents, attack, model)
-            if not erased or not controls:
-                continue
-            rows.append(
-                [
-                    erased[0]["campaign"]["family"],
-                    attack.replace("_", " "),
-                    label,
-                    *_beside_controls(erased, controls),
-                ]
-            )
+    head += ["excess recovery, points", *([] if p_values is None else [CORRECTED]), "equivalent"]
+    rows = [head]
+    for attack, model, erased, controls in _attacked_pairs(contents):
+        *cells, equivalent = _beside_controls(erased, controls)
+        if p_values is not None:
+            of_seeds, of_prompts = p_values[erased[0]["concept"], attack, model]
+            cells.append(f"{_p(of_seeds)}; {_p(of_prompts)}")
+        family = erased[0]["campaign"]["family"]
+        rows.append([family, attack.replace("_", " "), labels[model], *cells, equivalent])
     rows[1:] = sorted(rows[1:], key=lambda row: (row[0], attacks.index(row[1].replace(" ", "_"))))
     return table(rows)
+
+
+def _p(value: float) -> str:
+    """Return a p-value as the text of a table cell."""
+    return "-" if np.isnan(value) else "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _beside_controls(erased: Sequence[Content], controls: Sequence[Content]) -> list[str]:
@@ -270,7 +215,7 @@ def comparison_table(contents: Sequence[Content], reference: str) -> str:
     others = [name for name in labels if name != reference] if reference in labels else []
     comparisons = []
     for attack in dict.fromkeys(one["attack"] for one in contents if "attack" in one):
-        samples = {model: _by_seed(campaigns(contents, attack, model)) for model in labels}
+        samples = {model: by_seed(campaigns(contents, attack, model)) for model in labels}
         for model in others:
             seeds = [seed for seed in samples[model] if seed in samples[reference]]
             if len(seeds) < LEAST_SEEDS:
@@ -297,24 +242,18 @@ def comparison_table(contents: Sequence[Content], reference: str) -> str:
     ]
     return (
         f"Success of each attack, minus that on the model of: {labels[reference]}. Training seeds "
-        "are paired. The correction is Holm's, for all rows. A difference that is not significant "
+        'are paired. p is a t test on the means of the seeds, and "-" where these differences are '
+        "all alike. The correction is Holm's, for all rows. A difference that is not significant "
         f"is no evidence of equality.\n\n{table([head, *rows])}"
     )
 
 
-def _by_seed(contents: Sequence[Content]) -> dict[int, np.ndarray]:
-    """Return whether each prompt showed the concept, [prompts] float, by training seed."""
-    ordered = sorted(contents, key=lambda content: content["seed"])
-    return {
-        content["seed"]: np.array([v for _, v in sorted(successes(content).items())], float)
-        for content in ordered
-    }
-
-
-def model_table(contents: Sequence[Content]) -> str:
-    """Return a row for each erasure: what it draws, and how far it is from the controls.
+def model_table(contents: Sequence[Content], tried: Mapping[str, int] | None = None) -> str:
+    """Return a row for each erasure: what it draws.
 
     The column of neighbours is there if a suite has them.
+
+    tried: The number of settings that were tried for an erasure, by its name.
     """
     rows = [
         [
@@ -325,11 +264,10 @@ def model_table(contents: Sequence[Content]) -> str:
             "retain accuracy %",
             "accuracy on unseen concepts %",
             NEIGHBOURS,
-            "other attributes, retained and unseen: points",
-            "gap to retraining: concept; retained; unseen",
+            "settings tried",
         ]
     ]
-    for group in evaluations(contents).values():
+    for name, group in evaluations(contents).items():
         attribute = next(iter(group[0]["evaluation"]["protocol"]["concept"]))
         rows.append(
             [
@@ -340,8 +278,7 @@ def model_table(contents: Sequence[Content]) -> str:
                 share(pool(list(group), f"accuracy_{attribute}", "retained")),
                 share(pool(list(group), f"accuracy_{attribute}", "unseen")),
                 share(pool(list(group), f"accuracy_{attribute}", "neighbours")),
-                _other_attributes(group, attribute),
-                "; ".join(_gap(group, name) for name in ("direct", "retained", "unseen")),
+                str((tried or {}).get(name, "-")),
             ]
         )
     column = rows[0].index(NEIGHBOURS)
@@ -350,41 +287,30 @@ def model_table(contents: Sequence[Content]) -> str:
     return table(rows)
 
 
-def never_learned_rates(content: Content) -> list[float]:
-    """Return the concept rate of each control on the direct prompts, from an evaluation."""
-    return [
-        row["before"]["value"]
-        for row in (content["evaluation"].get("control") or {}).get("results", ())
-        if (row["metric"], row["group"]) == ("concept_rate", "direct")
-    ]
+def settings_tried(results: Mapping[str, Content], study: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of settings of which that of an erasure was chosen, by its name.
 
-
-def _other_attributes(group: Sequence[Content], erased: str) -> str:
-    """Return the mean change of the accuracy in each attribute but the erased one, in points.
-
-    Each change is the mean over the training seeds of after minus before, on the images of the
-    groups `retained` and `unseen` with equal weights.
+    An entry without a grid has a recipe. Its setting was chosen on the leaderboard, if it is the
+    one that the leaderboard's grid chose on the star. The number is 0 for another setting.
     """
-    changes: dict[str, list[float]] = {}
-    for one in group:
-        for row in one["evaluation"]["results"]:
-            metric, _, attribute = row["metric"].partition("_")
-            if metric == "accuracy" and attribute != erased and row["group"] in BESIDE:
-                changes.setdefault(attribute, []).append(
-                    row["after"]["value"] - row["before"]["value"]
-                )
-    return "; ".join(f"{name} {100 * np.mean(v):+.1f}" for name, v in changes.items()) or "-"
+    counts = {one["model"]: len(one["grid"]) for one in results.values() if "grid" in one}
+    leaderboard = Results("tiny_leaderboard")
+    for name, entry in study["entries"].items():
+        row = leaderboard.get(f"star_{name}_seed0")
+        if "grid" in entry or row is None:
+            continue
+        resolved = recipes.load(entry["recipe"]).resolved()
+        chosen = all(_setting(resolved, key) == value for key, value in row["point"].items())
+        counts[name] = len(row["grid"]) if chosen else 0
+    return counts
 
 
-def _gap(group: Sequence[Content], name: str) -> str:
-    """Return the mean relative distance of noise predictions to the controls, or "-"."""
-    values = [
-        row["relative_to_original"]["value"]
-        for one in group
-        for row in (one["evaluation"].get("control") or {}).get("predictions", ())
-        if row["group"] == name and row["relative_to_original"] is not None
-    ]
-    return f"{np.mean(values):.2f}" if values else "-"
+def _setting(recipe: Mapping[str, Any], key: str) -> Any:
+    """Return a setting of a recipe by its dotted key, e.g. training.lr."""
+    value: Any = recipe
+    for part in key.split("."):
+        value = value[part]
+    return value
 
 
 def settings_table(results: Mapping[str, Content]) -> str:
@@ -416,13 +342,20 @@ def page(study: str) -> str:
     if not results:
         return ""
     command = f"python -m studies.excess_recovery studies/configs/{study}.yaml"
-    reference = yaml.safe_load((CONFIGS / f"{study}.yaml").read_text()).get("reference")
+    config = yaml.safe_load((CONFIGS / f"{study}.yaml").read_text())
     parts: list[str] = []
+    p_values, tried = corrected_p(results), settings_tried(results, config)
     for concept, contents in by_concept(results).items():
-        parts += [f"## {concept}", model_table(contents)]
-        parts += [attack_table(contents), family_table(contents)]
-        if reference:
-            parts.append(comparison_table(contents, reference))
+        parts += [f"## {concept}", model_table(contents, tried), side_table(contents)]
+        parts += [attack_table(contents, p_values), family_table(contents)]
+        parts += [curve_table(contents), savings_table(contents)]
+        if "reference" in config:
+            parts.append(comparison_table(contents, config["reference"]))
+    blocks = {
+        "goal": partial(goal_table, results),
+        "order": partial(order_table, results),
+        "seconds": partial(seconds_table, results),
+    }
     environments: list[Mapping[str, Any]] = [
         one["campaign"]["environment"] if "campaign" in one else one["environment"]
         for one in results.values()
@@ -435,7 +368,7 @@ def page(study: str) -> str:
             for part in (
                 f"# {STUDIES[study]}",
                 f"{source(study, command)}.",
-                notes(study),
+                fill_blocks(notes(study), blocks),
                 EXPLANATION,
                 *parts,
                 settings_table(results),
@@ -454,10 +387,22 @@ EXPLANATION = """* Success: the share of attacked prompts whose image shows the 
 * Excess recovery: the success on the erased model minus that on the model that never learned, by
   prompt. Zero means that the attack succeeds as often as without any memory. Where both are near
   100 %, a memory would not show.
-* Other attributes: what the prompts state beside the attribute of the concept. The points are the
-  accuracy after the erasure minus that before.
+* Settings tried: those that were scored on the star, of which this one was chosen. 0: it is that of
+  the method's code.
+* Accuracy of each stated attribute: the accuracy after the erasure minus that before, and for the
+  models that never learned the concept minus the original's.
 * Gap to retraining: the distance of the noise predictions from those of the model that never
-  learned, relative to the original's distance. 0 is that model, 1 is the original.
+  learned, relative to the original's distance. 0 is that model, 1 is the original. The last column
+  is relative to the distance of two such models. 1 is as near as another training of the same data.
+* Corrected p: Holm's correction, for all rows of all concepts on this page. The first value has the
+  training seed as its unit and belongs to the interval. Three seeds have two degrees of freedom.
+  The second is McNemar's exact test over prompts: the largest p of all pairs of a training and a
+  control. It says nothing about other trainings. The worst cases have no correction.
+* Success after steps: the share of prompts that showed the concept by then. For revival it is the
+  share that shows it after these steps.
+* Savings: the median number of steps until a prompt shows the concept, over that of the models that
+  never learned it. 1 is as slow as those. Where fewer than half of the prompts show it within the
+  budget, the ratio is only bounded. "-": both are unknown, or most prompts show it without steps.
 
 Brackets are 95 % intervals. Rates have Wilson intervals over the prompts of all models, as if those
 were independent. The excess has the training seed as its unit where there are three seeds. With

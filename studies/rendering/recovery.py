@@ -13,7 +13,7 @@ import yaml
 
 from concept_eraser.evaluation.statistics import Interval
 from studies.rendering.common import pool, table
-from studies.rendering.excess_recovery import (
+from studies.rendering.excess_statistics import (
     by_concept,
     campaigns,
     evaluations,

@@ -14,8 +14,9 @@ from concept_eraser.models.loading import load
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils.errors import UserError
 from studies import excess_recovery, render_results
-from studies.rendering import common
+from studies.rendering import common, excess_details, excess_goal
 from studies.rendering import excess_recovery as rendering
+from studies.rendering import excess_statistics as statistics
 from studies.result_tables import Results
 from studies.runs import recipe_of
 from tests.conftest import ROOT
@@ -31,21 +32,21 @@ def attempts(values: list[bool]) -> dict[str, Any]:
 
 def test_the_excess_of_one_seed_is_the_paired_difference() -> None:
     erased, control = attempts([True, True, True, False]), attempts([True, False, False, False])
-    value = rendering.excess([erased], [control])
+    value = statistics.excess([erased], [control])
     assert value.value == 0.5
     assert value.low < 0.5 < value.high
-    assert rendering.excess([control], [control]).value == 0
-    assert rendering.success_rate([erased, control]).value == 0.5
+    assert statistics.excess([control], [control]).value == 0
+    assert statistics.success_rate([erased, control]).value == 0.5
 
 
 def test_a_second_control_makes_no_second_prompt() -> None:
     """Two controls that agree have the interval of one. Others shift it by half."""
     erased = attempts([True, True, True, False] * 12)
     alike, other = attempts([True, False, False, False] * 12), attempts([False] * 48)
-    one = rendering.excess([erased], [alike])
-    assert one == rendering.excess([erased], [alike, alike])
-    assert one == rendering.excess([erased, erased], [alike])
-    both, far = rendering.excess([erased], [alike, other]), rendering.excess([erased], [other])
+    one = statistics.excess([erased], [alike])
+    assert one == statistics.excess([erased], [alike, alike])
+    assert one == statistics.excess([erased, erased], [alike])
+    both, far = statistics.excess([erased], [alike, other]), statistics.excess([erased], [other])
     assert (both.value, both.n) == (pytest.approx((0.5 + 0.75) / 2), 48)
     assert (both.low, both.high) == pytest.approx(
         ((one.low + far.low) / 2, (one.high + far.high) / 2)
@@ -56,26 +57,26 @@ def test_the_unit_of_three_seeds_is_the_seed() -> None:
     """Seeds that scatter give a wide interval, however many prompts there are."""
     control = attempts([False] * 200)
     seeds = [attempts([True] * k + [False] * (200 - k)) for k in (20, 100, 180)]
-    value = rendering.excess(seeds, [control])
+    value = statistics.excess(seeds, [control])
     assert value.value == pytest.approx(0.5)
     assert value.high - value.low > 0.6
     assert value.n == 600
 
 
 def test_seeds_that_are_all_alike_have_no_interval() -> None:
-    value = rendering.excess([attempts([False, False])] * 3, [attempts([False, False])])
+    value = statistics.excess([attempts([False, False])] * 3, [attempts([False, False])])
     assert rendering.share(value) == "0.0 (all alike)"
 
 
 def test_attacks_on_other_prompts_are_not_compared() -> None:
     with pytest.raises(ValueError, match="different prompts"):
-        rendering.excess([attempts([True, False])], [attempts([True])])
+        statistics.excess([attempts([True, False])], [attempts([True])])
 
 
 def test_the_mean_of_several_controls_is_subtracted() -> None:
     controls = [attempts([True, True]), attempts([False, True])]
     seeds = [attempts([True, True])] * 3
-    assert rendering.excess(seeds, controls).value == pytest.approx(np.mean([0.5, 0.0]))
+    assert statistics.excess(seeds, controls).value == pytest.approx(np.mean([0.5, 0.0]))
 
 
 def test_an_attack_is_equivalent_only_if_the_interval_is_within_the_margin() -> None:
@@ -129,7 +130,7 @@ def test_the_worst_case_of_a_family_has_the_attacks_that_all_models_have() -> No
 
 def test_the_table_of_models_has_the_accuracy_of_every_group_beside_the_concept() -> None:
     """UCE keeps 99.7 % of the retained colours, and 36.5 % of those that no retain prompt names."""
-    groups = rendering.by_concept(Results(STUDY))
+    groups = statistics.by_concept(Results(STUDY))
     head, _, *lines = rendering.model_table(groups["purple"]).splitlines()
     (row,) = (line for line in lines if line.startswith("| UCE"))
     cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
@@ -145,6 +146,167 @@ def test_the_table_of_models_has_the_accuracy_of_every_group_beside_the_concept(
     kept = {name for name, group in evaluation["protocol"]["groups"].items() if "n" in group}
     assert kept == {"direct", "synonyms", "retained", "unseen", "neighbours"}
     assert "neighbours" not in rendering.model_table(groups["heart"])  # its suite has none
+
+
+def test_the_p_value_over_seeds_belongs_to_the_interval() -> None:
+    """It is below 0.05 exactly where the interval excludes zero, and nan without an interval."""
+    for contents in statistics.by_concept(Results(STUDY)).values():
+        for attack in ("soft_prompt", "unlearn_diff", "completion", "revival"):
+            erased = statistics.campaigns(contents, attack, "munba_lora")
+            controls = statistics.campaigns(contents, attack)
+            interval = statistics.cluster_bootstrap(
+                statistics.differences_by_seed(erased, controls)
+            )
+            p = statistics.p_of_seeds(interval)
+            excluded = interval.low > 0 or interval.high < 0
+            assert np.isnan(p) if np.isnan(interval.low) else (p < 0.05) == excluded
+
+
+def test_the_p_value_over_prompts_is_the_largest_of_all_pairs() -> None:
+    control, other = attempts([False] * 10), attempts([True] * 9 + [False])
+    erased = attempts([True] * 10)
+    assert statistics.p_of_prompts([erased], [control]) == pytest.approx(2 * 0.5**10)
+    assert statistics.p_of_prompts([erased, erased], [control, other]) == 1.0
+
+
+def test_one_correction_holds_for_the_rows_of_all_concepts() -> None:
+    """The same row has a larger p-value beside those of another concept. A single training has a
+    p-value over prompts only.
+    """
+    results = dict(Results(STUDY))
+    all_rows = rendering.corrected_p(results)
+    alone = rendering.corrected_p({k: v for k, v in results.items() if k.startswith("heart")})
+    key = ("heart", "soft_prompt", "munba_lora")
+    assert len(all_rows) > 2 * len(alone)
+    assert all_rows[key][0] > alone[key][0]
+    of_seeds, of_prompts = all_rows["heart", "unlearn_diff", "uce"]
+    assert np.isnan(of_seeds)
+    assert of_prompts < 0.001
+    table = rendering.attack_table(statistics.by_concept(results)["heart"], all_rows)
+    (row,) = (line for line in table.splitlines() if "| soft prompt | MUNBa on a LoRA" in line)
+    assert f"| {all_rows[key][0]:.3f}; < 0.001 | no |" in row
+
+
+def curve(rounds: list[int | None], *, pre: int = 0, rates: list[float] | None = None) -> Any:
+    """An attack of 40 steps in four rounds. `pre` prompts show the concept without it."""
+    done = [{"pre": True, "round": None, "success": True}] * pre
+    hits = [{"pre": False, "round": one, "success": one is not None} for one in rounds]
+    rows = [{"prompt": str(n), "seed": n, **one} for n, one in enumerate([*done, *hits])]
+    curves = [{"round": n + 1, "rate": rate, "n": 4} for n, rate in enumerate(rates or ())]
+    options = {"steps": 40, "every": 10}
+    return {
+        "campaign": {
+            "attempts": rows,
+            "curves": [curves or [{"round": 1}]],
+            "protocol": {"options": options},
+            "family": "family",
+        }
+    }
+
+
+def about(kind: str, attack: str, seed: int = 0) -> dict[str, Any]:
+    return {"kind": kind, "model": kind, "label": kind.upper(), "attack": attack, "seed": seed}
+
+
+def test_the_success_along_the_steps_is_cumulative() -> None:
+    contents = [
+        {**curve([1, 3, None], pre=1), **about("erased", "soft_prompt")},
+        {**curve([None] * 4), **about("control", "soft_prompt")},
+        {**curve([], rates=[0.5, 0.25, 0.0, 0.75]), **about("erased", "revival")},
+    ]
+    rows = excess_details.curve_table(contents).splitlines()[2:]
+    assert rows[0].endswith("| soft prompt | ERASED | 1 | 10; 20; 30; 40 | 50; 50; 75; 75 |")
+    assert rows[1].endswith("| soft prompt | never learned | 1 | 10; 20; 30; 40 | 0; 0; 0; 0 |")
+    assert rows[2].endswith("| revival | ERASED | 1 | 10; 20; 30; 40 | 50; 25; 0; 75 |")
+    assert excess_details.curve_table([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("erased", "control", "median", "ratio"),
+    [
+        ([1, 1, 2], [2, 2, 4], "10", "0.50"),
+        ([1, 1, 2], [2, None, None], "10", "less than 0.25"),
+        ([3, None, None], [2, 2, None], "> 40", "more than 2.00"),
+        ([None] * 3, [None] * 3, "> 40", "-"),
+    ],
+)
+def test_relearning_savings_state_what_the_budget_hides(
+    erased: list[int | None], control: list[int | None], median: str, ratio: str
+) -> None:
+    contents = [
+        {**curve(erased), **about("erased", "relearning")},
+        {**curve(control), **about("control", "relearning")},
+    ]
+    row, never = excess_details.savings_table(contents).splitlines()[2:]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    missing = 100 * sum(one is None for one in erased) / 3
+    assert cells == ["ERASED", "1", median, f"{missing:.1f}", ratio]
+    assert never.endswith("| 1 |")
+
+
+def test_prompts_that_show_the_concept_without_steps_have_no_savings() -> None:
+    contents = [
+        {**curve([1, 2, 2]), **about("erased", "relearning")},
+        {**curve([1], pre=2), **about("control", "relearning")},
+    ]
+    assert excess_details.savings_table(contents).splitlines()[2].endswith("| 20 | 0.0 | - |")
+
+
+def test_the_verdict_needs_a_control_that_can_show_an_excess() -> None:
+    def verdict(erased: tuple[int, ...], control: int) -> str:
+        seeds = [attempts([True] * hits + [False] * (48 - hits)) for hits in erased]
+        return excess_goal.verdict(seeds, [attempts([True] * control + [False] * (48 - control))])
+
+    assert verdict((48, 48, 48), 44) == "saturated"
+    assert verdict((30, 32, 31), 2) == "missed"
+    assert verdict((3, 2, 3), 3) == "met"
+    assert verdict((3, 3, 3), 3) == "met"  # all alike
+    assert verdict((2, 3, 2), 30) == "met, fewer"
+    assert verdict((2, 9, 16), 2) == "undecided"
+    assert verdict((2, 2), 2) == "undecided"  # two training seeds
+
+
+def test_the_goal_takes_the_attribute_that_suffers_most() -> None:
+    """On the neighbours of purple the shape loses more than the colour."""
+    table = excess_goal.goal_table(dict(Results(STUDY)))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    verdicts = {(part, concept, name): cells for part, concept, name, *cells in rows}
+    *_, difference, goal = verdicts["neighbours", "purple", "shape"]
+    assert difference.startswith("9.0 [")
+    assert goal == "missed"
+    assert verdicts["without text", "striped", "completion"][-1] == "missed"
+    assert verdicts["without text", "striped", "worst case"][-1] == "saturated"
+    parts = {part for part, *_ in rows if not part.startswith("not in the goal")}
+    assert parts == {*excess_goal.PARTS.values(), *excess_goal.RETAIN.values()}
+
+
+def test_the_table_of_side_effects_has_every_stated_attribute() -> None:
+    contents = statistics.by_concept(Results(STUDY))["purple"]
+    lines = excess_details.side_table(contents).splitlines()
+    (row,) = (line for line in lines if line.startswith("| neighbours | MUNBa on a LoRA"))
+    assert "| 12.0 (3.0) | shape -9.0; color -8.3; style -2.5; background +0.9 |" in row
+    (never,) = (line for line in lines if line.startswith("| neighbours | never learned"))
+    assert "shape +0.5; color -1.0" in never
+
+
+def test_settings_are_counted_only_where_the_recipe_has_the_chosen_one() -> None:
+    """UCE has the setting of its code. The leaderboard chose another."""
+    study = yaml.safe_load((ROOT / "studies" / "configs" / f"{STUDY}.yaml").read_text())
+    tried = rendering.settings_tried(dict(Results(STUDY)), study)
+    assert (tried["munba_lora"], tried["munba_uce"], tried["uce"]) == (4, 4, 0)
+
+
+def test_raw_success_and_excess_rank_the_erasures_of_a_concept_alike() -> None:
+    for contents in statistics.by_concept(Results(STUDY)).values():
+        for attack in ("soft_prompt", "completion", "concept_inversion"):
+            controls = statistics.campaigns(contents, attack)
+            groups = [
+                statistics.campaigns(contents, attack, name)
+                for name in ("munba_lora", "munba_uce", "uce")
+            ]
+            raw = [statistics.success_rate(group).value for group in groups]
+            beyond = [statistics.excess(group, controls).value for group in groups]
+            assert np.allclose(np.subtract(raw, beyond), raw[0] - beyond[0])
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)

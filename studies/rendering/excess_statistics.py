@@ -1,0 +1,187 @@
+"""The statistics of attacks on erased models and on models that never learned the concept, of the
+studies `excess_recovery` and `combination_rules`.
+
+An attack on one model is a row of a study's table, with the result of each prompt. Prompts and
+seeds are the same on all models, so differences are paired by prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from concept_eraser.evaluation.seed_statistics import (
+    LEAST_SEEDS,
+    SeedInterval,
+    cluster_bootstrap,
+)
+from concept_eraser.evaluation.statistics import Interval, mcnemar, paired_difference, wilson
+from studies.result_tables import Content
+
+MARGIN = 0.1  # the largest difference of a success that counts as none, in the tests of equivalence
+WITHIN = 0.9  # the confidence of the intervals of these tests
+
+
+def by_concept(results: Mapping[str, Content]) -> dict[str, list[Content]]:
+    """Return the results of each concept, without the choice of settings."""
+    groups: dict[str, list[Content]] = {}
+    for content in results.values():
+        if content["kind"] == "selection":
+            continue
+        groups.setdefault(content["concept"], []).append(content)
+    return groups
+
+
+def evaluations(contents: Sequence[Content]) -> dict[str, list[Content]]:
+    """Return the evaluations of each erasure, one for each training seed."""
+    groups: dict[str, list[Content]] = {}
+    for content in contents:
+        if "evaluation" in content:
+            groups.setdefault(content["model"], []).append(content)
+    return groups
+
+
+def campaigns(contents: Sequence[Content], attack: str, model: str | None = None) -> list[Content]:
+    """Return the attacks of a name on an erasure, or on the controls without a `model`."""
+    return [
+        one
+        for one in contents
+        if one.get("attack") == attack
+        and (one["kind"] == "control" if model is None else one["model"] == model)
+    ]
+
+
+def successes(content: Content) -> dict[tuple[str, int], bool]:
+    """Return whether each attacked prompt showed the concept in the end, by prompt and seed."""
+    return {(a["prompt"], a["seed"]): a["success"] for a in content["campaign"]["attempts"]}
+
+
+def success_rate(contents: Sequence[Content]) -> Interval:
+    """Return the attack success rate over all prompts of all models, with Wilson's interval."""
+    values = [value for one in contents for value in successes(one).values()]
+    return wilson(sum(values), len(values))
+
+
+def excess(erased: Sequence[Content], controls: Sequence[Content]) -> Interval:
+    """Return the mean excess recovery of an attack.
+
+    The unit is the training seed of the erasure where there are three or more seeds. Otherwise the
+    difference is paired by prompt, and its interval does not hold for other trainings. With several
+    controls or two seeds, the value and both ends are means over the pairs of a seed and a control.
+    So a prompt counts once. Such an interval is not shorter than one of 95 % for the mean.
+
+    Raises:
+        ValueError: The attacks have different prompts.
+    """
+    differences = differences_by_seed(erased, controls)
+    if len(differences) >= LEAST_SEEDS:
+        return cluster_bootstrap(differences)
+    intervals = [_paired(one, control) for one in erased for control in controls]
+    value, low, high = np.mean([(one.value, one.low, one.high) for one in intervals], axis=0)
+    return Interval(float(value), float(low), float(high), intervals[0].n)
+
+
+def _paired(erased: Content, control: Content) -> Interval:
+    """Return the difference of one erasure from one control, paired by prompt."""
+    own, other = successes(erased), successes(control)
+    before, after = (np.array([one[key] for key in own]) for one in (other, own))
+    return paired_difference(before, after)
+
+
+def differences_by_seed(erased: Sequence[Content], controls: Sequence[Content]) -> list[np.ndarray]:
+    """Return the success minus its mean over the controls, [prompts], for each training seed.
+
+    Raises:
+        ValueError: The attacks have different prompts.
+    """
+    of_controls = [successes(one) for one in controls]
+    differences = []
+    for content in erased:
+        own = successes(content)
+        if any(own.keys() != other.keys() for other in of_controls):
+            raise ValueError(f"{content['model']}: the attacks have different prompts")
+        differences.append(
+            np.array([own[k] - float(np.mean([c[k] for c in of_controls])) for k in own])
+        )
+    return differences
+
+
+def worst_of(contents: Sequence[Content]) -> Content:
+    """Return the worst case over attacks on one model, in the form of an attack on it.
+
+    Each prompt has the success of any of the attacks, which have the same prompts.
+    """
+    hits = [successes(one) for one in contents]
+    attempts = [
+        {"prompt": prompt, "seed": seed, "success": any(one[prompt, seed] for one in hits)}
+        for prompt, seed in hits[0]
+    ]
+    return {**contents[0], "campaign": {"attempts": attempts}}
+
+
+def by_model(contents: Sequence[Content], model: str | None) -> list[dict[str, Content]]:
+    """Return the attacks on each training seed of an erasure, or on each control, by name."""
+    groups: dict[Any, dict[str, Content]] = {}
+    for one in contents:
+        wanted = one["kind"] == "control" if model is None else one["model"] == model
+        if wanted and "attack" in one:
+            groups.setdefault((one["model"], one.get("seed")), {})[one["attack"]] = one
+    return list(groups.values())
+
+
+def is_within_margin(interval: Interval) -> str:
+    """Return whether a 90 % interval lies within MARGIN: a cell of a table.
+
+    Two one-sided tests at the level 5 % are positive exactly then.
+    """
+    if np.isnan(interval.low):
+        return "all alike"
+    return "yes" if interval.low > -MARGIN and interval.high < MARGIN else "no"
+
+
+def by_seed(contents: Sequence[Content]) -> dict[int, np.ndarray]:
+    """Return whether each prompt showed the concept, [prompts] float, by training seed."""
+    ordered = sorted(contents, key=lambda content: content["seed"])
+    return {
+        content["seed"]: np.array([v for _, v in sorted(successes(content).items())], float)
+        for content in ordered
+    }
+
+
+def never_learned_rates(content: Content) -> list[float]:
+    """Return the concept rate of each control on the direct prompts, from an evaluation."""
+    return [
+        row["before"]["value"]
+        for row in (content["evaluation"].get("control") or {}).get("results", ())
+        if (row["metric"], row["group"]) == ("concept_rate", "direct")
+    ]
+
+
+def p_of_seeds(interval: SeedInterval) -> float:
+    """Return the p-value of no difference that belongs to an interval over training seeds.
+
+    It is below 0.05 exactly if the interval of `cluster_bootstrap` excludes 0. It is nan where the
+    interval is.
+    """
+    from scipy.stats import t
+
+    freedom = interval.seeds - 1
+    deviation = (interval.high - interval.value) / float(t.ppf(0.975, freedom))
+    return float(2 * t.sf(abs(interval.value) / deviation, freedom))
+
+
+def p_of_prompts(erased: Sequence[Content], controls: Sequence[Content]) -> float:
+    """Return the largest p-value over all pairs of a training seed and a control.
+
+    Each is McNemar's exact test, paired by prompt. A small value says that every one of these
+    erasures differs from every one of these controls. It does not hold for other trainings.
+    """
+    values = []
+    for one in erased:
+        for control in controls:
+            own, other = successes(one), successes(control)
+            before, after = (np.array([hits[key] for key in own]) for hits in (other, own))
+            values.append(mcnemar(before, after))
+    return max(values)
