@@ -41,6 +41,9 @@ def page() -> str:
 
 {table(rows)}
 
+**Protocol 1, in part.** The reported prompts are in no training set. One judge counts, and no attack
+runs. The default was developed on star, blue and dotted.
+
 {study["about"].strip()}
 One training seed; n = {study["images"]} images of each group; 95 % Wilson
 intervals, which do not cover the choice of the training seed. Accuracy is that of the concept's
