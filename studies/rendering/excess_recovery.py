@@ -394,6 +394,7 @@ EXPLANATION = """* Success: the share of attacked prompts whose image shows the 
 * Gap to retraining: the distance of the noise predictions from those of the model that never
   learned, relative to the original's distance. 0 is that model, 1 is the original. The last column
   is relative to the distance of two such models. 1 is as near as another training of the same data.
+  It needs two such models.
 * Corrected p: Holm's correction, for all rows of all concepts on this page. The first value has the
   training seed as its unit and belongs to the interval. Three seeds have two degrees of freedom.
   The second is McNemar's exact test over prompts: the largest p of all pairs of a training and a
