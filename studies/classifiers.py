@@ -7,9 +7,9 @@ several seeds.
 For each seed, one model is trained on all examples ("original") and one without the forget set
 ("Retrain", from the same initial weights). Every method starts from the original through
 `concept_eraser.erase`. The setting is chosen on the selection seeds and one half of the test set,
-by the mean gap to Retrain of the same seed. The other half is reported. Each task is a result of
-the study (studies/result_tables.py). A call for some methods leaves the rows of the others as they
-are.
+by the mean gap to Retrain of the same seed. The other half is reported. `training` of a method
+holds further keys of a recipe's training, such as momentum. Each task is a result of the study
+(studies/result_tables.py). A call for some methods leaves the rows of the others as they are.
 """
 
 from __future__ import annotations
@@ -152,6 +152,7 @@ class Bench:
         if spec.get("rewinding"):  # unseen: the half of the test set that no reported number uses
             unseen = self.tests["select"]
             settings["rewinding"] = {"data": (unseen.inputs(range(len(unseen))), unseen.labels)}
+        training |= spec.get("training", {})  # a paper's optimiser, as in a recipe
         for key, value in point.items():
             section, name = key.split(".")
             settings[section] = {**settings[section], name: value}

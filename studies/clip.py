@@ -123,6 +123,7 @@ def erase(
             "reinitialise": spec.get("reinitialise"),
         },
     }
+    settings["training"] |= spec.get("training", {})  # a paper's optimiser, as in a recipe
     for key, value in grids.named(point).items():
         section, name = key.split(".")
         settings[section] = {**settings[section], name: value}

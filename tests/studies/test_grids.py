@@ -132,7 +132,10 @@ def test_all_methods_of_a_study_have_one_grid_of_learning_rates(study: str) -> N
     for name, method in content["methods"].items():
         points = [grids.named(point) for point in grids.points(method.get("grid", [{}]))]
         values = {point["training.lr"] for point in points if "training.lr" in point}
-        assert values in (set(), set(content["rates"])), name
+        optimizer = {**method, **method.get("training", {})}.get("optimizer", "adam")
+        key = "sgd_rates" if optimizer == "sgd" and "sgd_rates" in content else "rates"
+        assert values in (set(), set(content[key])), name
+    assert len(content["rates"]) == len(content.get("sgd_rates", content["rates"]))
     if study == "classification":  # MUNBa section 4.2, and one value beyond
         assert min(content["rates"]) == 1e-4
         assert max(content["rates"]) > 1e-1

@@ -104,6 +104,96 @@ def test_a_study_of_images_and_names_it_does_not_have(
     assert "--methods: the study has no 'bee'; it has be" in capsys.readouterr().err
 
 
+def settings_of_erase(monkeypatch: pytest.MonkeyPatch, study: Any) -> list[dict[str, Any]]:
+    """Record the training of each call of `erase`, which still runs."""
+    trainings: list[dict[str, Any]] = []
+    erase = study.api.erase
+
+    def spy(**settings: Any) -> Any:
+        run = erase(**settings)
+        trainings.append(run.recipe.training.model_dump())
+        return run
+
+    monkeypatch.setattr(study.api, "erase", spy)
+    return trainings
+
+
+def optimiser_of(recipe: str) -> dict[str, Any]:
+    """Return the optimiser of a shipped recipe."""
+    training = yaml.safe_load((ROOT / "pipelines" / f"{recipe}.yaml").read_text())["training"]
+    return {key: training[key] for key in ("optimizer", "momentum", "weight_decay", "clip")}
+
+
+@pytest.mark.parametrize("name", ["classification", "classification_painted"])
+def test_munba_with_its_codes_optimiser(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row has the optimiser of the recipe of Table 1. The row without it has none of that."""
+    study = yaml.safe_load((ROOT / "studies" / "configs" / f"{name}.yaml").read_text())
+    study["training"]["epochs"] = 1
+    if name == "classification_painted":
+        study["options"] = {"n": 60, "size": 8}
+        study["model"]["options"] = {"width": 2}
+    study.pop("history", None)
+    bench = classifiers.Bench(study, study["tasks"]["random_10"], tmp_path)
+    world = bench.world(0)
+    trainings = settings_of_erase(monkeypatch, classifiers)
+    results = []
+    for method in ("munba_code", "munba"):
+        spec = {**study["methods"][method], "steps": 3}
+        results.append(bench.erase({**spec, "optimizer": "sgd"}, {"training.lr": 0.3}, world)[0])
+    with_settings, without = trainings
+    assert {key: with_settings[key] for key in optimiser_of("cifar10_class_munba")} == (
+        optimiser_of("cifar10_class_munba")
+    )
+    assert (without["momentum"], without["weight_decay"], without["clip"]) == (0.0, 0.0, None)
+    assert with_settings["lr"] == without["lr"] == 0.3
+    one, two = (torch.cat([p.flatten() for p in module.parameters()]) for module in results)
+    assert not torch.allclose(one, two)
+
+
+def test_min_max_ngd_with_the_papers_optimiser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = yaml.safe_load((ROOT / "studies" / "configs" / "classification.yaml").read_text())
+    study["training"]["epochs"] = 1
+    study.pop("history")
+    bench = classifiers.Bench(study, study["tasks"]["class"], tmp_path)
+    trainings = settings_of_erase(monkeypatch, classifiers)
+    spec = study["methods"]["minmax_paper"]
+    bench.erase(spec, {"training.lr": 1e-3}, bench.world(0))
+    assert {key: trainings[0][key] for key in ("momentum", "weight_decay", "decay")} == {
+        "momentum": 0.9,
+        "weight_decay": 0.1,
+        "decay": "step",
+    }
+    # after four of six epochs
+    assert trainings[0]["milestones"] == [round(4 / 6 * trainings[0]["steps"])]
+
+
+def test_clip_has_a_row_with_its_codes_optimiser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from studies import clip
+
+    study = yaml.safe_load((ROOT / "studies" / "configs" / "clip.yaml").read_text())
+    study |= {"data": {"n": 40}, "steps": 2, "batch_size": 4}
+    trainings = settings_of_erase(monkeypatch, clip)
+    for method in ("munba_code", "munba"):
+        clip.erase(
+            study["methods"][method],
+            study,
+            classes=["star"],
+            point={"training.lr": 0.01},
+            seed=0,
+            folder=tmp_path / method,
+        )
+    assert {key: trainings[0][key] for key in optimiser_of("pets_clip_munba")} == (
+        optimiser_of("pets_clip_munba")
+    )
+    assert (trainings[1]["optimizer"], trainings[1]["momentum"]) == ("adam", 0.0)
+
+
 def test_attack_table(
     no_results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
