@@ -163,6 +163,43 @@ def test_imagenette(tmp_path: Path) -> None:
     assert plugin.load("test").inputs([1]).shape == (1, 3, 32, 32)
 
 
+def imagenet_files(root: Path, images: dict[str, int]) -> None:
+    """Write the 1,000 folders of the validation images, with grey images in some of them."""
+    for i in range(1000):
+        (root / "val" / f"n{1440764 + i:08}").mkdir(parents=True)
+    for synset, tone in images.items():
+        image(root / "val" / synset / "ILSVRC2012_val_1.JPEG", tone)
+
+
+def test_imagenet(tmp_path: Path) -> None:
+    imagenet_files(tmp_path, {"n01440764": 0, "n01441763": 255})
+    plugin = registry.build("dataset", "imagenet", {"root": str(tmp_path), "size": 32})
+    data = plugin.load("test")
+    # the first and the last class, as torchvision's judge numbers them too
+    assert [data.names[int(i)] for i in data.labels] == ["tench", "toilet paper"]
+    assert data.inputs([0, 1]).amax((1, 2, 3)).tolist() == pytest.approx([-1.0, 1.0], abs=0.02)
+    assert plugin.known_facts().shape == tuple(data.inputs([0]).shape[1:])
+    assert len(plugin.known_facts().names) == 1000
+    folder = tmp_path / "val" / "n01441763"
+    folder.rename(folder.with_name("toilet paper"))
+    with pytest.raises(UserError, match=r"found 1,000, 'toilet paper' among them"):
+        plugin.load("test")
+    folder.with_name("toilet paper").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"expected 1,000 folders .* found 999; with fewer"):
+        plugin.load("test")
+
+
+def test_the_names_of_imagenet_have_torchvisions_order() -> None:
+    """Both lists number the classes by synset. open_clip's names are other synonyms of most."""
+    from torchvision.models._meta import _IMAGENET_CATEGORIES
+
+    from concept_eraser.data.datasets.imagenet import class_names
+
+    pairs = list(zip(class_names(), _IMAGENET_CATEGORIES, strict=True))
+    assert sum(one.lower() == two.lower() for one, two in pairs) > 600
+    assert pairs[497][0].startswith("church")
+
+
 def test_celeba_hq(tmp_path: Path) -> None:
     for split in ("train", "test"):
         for person in ("17", "4"):
@@ -174,7 +211,7 @@ def test_celeba_hq(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["cifar10", "svhn", "oxford_pets", "imagenette", "celeba_hq", "mnist", "celeba"],
+    ["cifar10", "svhn", "oxford_pets", "imagenette", "imagenet", "celeba_hq", "mnist", "celeba"],
 )
 def test_missing_files_are_one_clear_line(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not at .*nowhere.*root"):
