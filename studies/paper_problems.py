@@ -5,7 +5,8 @@
 
 `python -m studies.render_results` renders eval/results/papers.md and its figure. A problem with
 `run` is measured at once. A problem with `cells` is measured run by run: finished runs are not
-computed again, and `--seconds` says when no further run begins.
+computed again, and `--seconds` says when no further run begins. A finished run that the problem's
+`is_current` refuses, such as one with an earlier grid, is computed again and never summarised.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def measure(problem: Any, name: str, seeds: list[int], seconds: float) -> dict[s
         result: dict[str, Any] = problem.run(seeds)
         return result
     runs, begin, left = Results(f"{STUDY}/{name}"), time.monotonic(), 0
+    is_current = getattr(problem, "is_current", lambda run: True)
     for key, compute in problem.cells(seeds).items():
-        if key in runs:
+        if key in runs and is_current(runs[key]):
             continue
         if time.monotonic() - begin > seconds:
             left += 1
@@ -50,7 +52,8 @@ def measure(problem: Any, name: str, seeds: list[int], seconds: float) -> dict[s
         runs[key] = compute()
     if left:
         print(f"{name}: {left} runs are left; run the command again")
-    return problem.summary(dict(runs)) if runs else None
+    current_runs = {key: run for key, run in runs.items() if is_current(run)}
+    return problem.summary(current_runs) if current_runs else None
 
 
 def main() -> int:

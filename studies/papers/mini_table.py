@@ -27,6 +27,7 @@ from concept_eraser.methods.deltagrad import DeltaGrad
 from concept_eraser.methods.history import History
 from concept_eraser.methods.mini_unlearning import MiniUnlearning, rewind
 
+RETAINED = "accuracy on the retained samples"
 LR, RIDGE, BATCH, EPOCHS, K = 0.01, 0.005, 100, 30, 10  # eta, l2 and k are the paper's
 SHARES = (0.05, 0.1, 0.15)
 SHADOWS = 4
@@ -145,6 +146,7 @@ def one(data: str, share: float, seed: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed + 1000)
     lost = rng.permutation(job.n)[: int(share * job.n)].tolist()
     forgotten, test = set(lost), range(job.n, len(job.x))
+    retained = [j for j in range(job.n) if j not in forgotten]
     shadows = _shadows(job, forgotten, rng)
     history = History((job.w,), len(job.batches))
     final = job.train(set(), history)
@@ -154,10 +156,14 @@ def one(data: str, share: float, seed: int) -> list[dict[str, Any]]:
         with torch.no_grad():
             job.w.copy_(final)
         forget(job, history, forgotten, name)
-        inside, outside = job.outputs(lost), job.outputs(test)
-        members, others = shadows["Shokri"]
-        precision, recall = precision_and_recall(
-            shadow_attack(members, others, inside), shadow_attack(members, others, outside)
+        inside, outside, rest = (job.outputs(group) for group in (lost, test, retained))
+        scores = {
+            group: shadow_attack(*shadows["Shokri"], outputs)
+            for group, outputs in (("deleted", inside), ("unseen", outside), ("retained", rest))
+        }
+        precision, recall = precision_and_recall(scores["deleted"], scores["unseen"])
+        retained_precision, retained_recall = precision_and_recall(
+            scores["retained"], scores["unseen"]
         )
         ratio = likelihood_ratio(inside, *shadows["LiRA"])
         distance = float((job.w.detach() - target).norm() / (final - target).norm())
@@ -166,9 +172,12 @@ def one(data: str, share: float, seed: int) -> list[dict[str, Any]]:
                 "method": name,
                 "test accuracy": float(outside.correct.mean()),
                 "accuracy on the deleted samples": float(inside.correct.mean()),
+                RETAINED: float(rest.correct.mean()),
                 "share of the gap left": distance,
                 "Shokri, precision": precision,
                 "Shokri, recall": recall,
+                "Shokri, precision on the retained": retained_precision,
+                "Shokri, recall on the retained": retained_recall,
                 "LiRA, called members": float((ratio > 0).mean()),
             }
         )
@@ -194,6 +203,11 @@ def _shadows(job: Regression, forgotten: set[int], rng: Any) -> dict[str, Any]:
         others.append(job.outputs(sorted(set(retained) - half)))
         (inside if i % 2 else outside).append(job.outputs(lost))
     return {"Shokri": (members, others), "LiRA": (inside, outside)}
+
+
+def is_current(run: Mapping[str, Any]) -> bool:
+    """Return whether a stored run has the columns of the retained samples."""
+    return all(RETAINED in row for row in run["rows"])
 
 
 def cells(seeds: list[int]) -> dict[str, Callable[[], dict[str, Any]]]:

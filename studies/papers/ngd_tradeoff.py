@@ -27,11 +27,16 @@ TRAIN, FORGET, NOISE, EPOCHS = 600, 100, 0.2, 6
 RETAIN_BATCH, FORGET_BATCH = 128, 32  # the paper's
 METHODS = ("Min/Max NGD", "SCRUB", "fine-tuning, NGD", "fine-tuning, SGD")
 # learning rates of plain steps, for 4 epochs and a tenth of them after; all are reported
-RATES = (0.001, 0.005, 0.02)
+RATES = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 def membership_score(forgotten: Tensor, unseen: Tensor, seed: int) -> float:
-    """Return |P - 1/2| for the cross-validated accuracy P on equal numbers of both losses."""
+    """Return |P - 1/2| for the cross-validated accuracy P on equal numbers of both losses.
+
+    The score of a network that has diverged is nan.
+    """
+    if not bool(forgotten.isfinite().all() and unseen.isfinite().all()):
+        return float("nan")
     rng = np.random.default_rng(seed)
     n = min(len(forgotten), len(unseen))
     groups = [rng.permutation(losses.numpy())[:n] for losses in (forgotten, unseen)]
@@ -150,6 +155,12 @@ def one(network: str, seed: int) -> dict[str, Any]:
     return {"network": network, "seed": seed, "curves": curves}
 
 
+def is_current(run: Mapping[str, Any]) -> bool:
+    """Return whether a stored run has the present learning rates."""
+    names = {f"{name}, {rate}" for name in METHODS for rate in RATES}
+    return names | {"original", "retrained"} == set(run["curves"])
+
+
 def cells(seeds: list[int]) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the runs by their keys."""
     return {
@@ -164,16 +175,17 @@ def summary(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         some = [run["curves"] for run in runs.values() if run["network"] == network]
         for name in some[0] if some else ():
             values = np.array(
-                [[[p["accuracy"], p["score"]] for p in run[name]] for run in some]
-            ).mean(0)
-            curves[f"{network}, {name}"] = values.tolist()
+                [[[p["accuracy"], p["score"]] for p in run[name]] for run in some], dtype=float
+            ).mean(0)  # a stored nan is None, which becomes nan again
+            curves[f"{network}, {name}"] = [p for p in values.tolist() if np.isfinite(p).all()]
+            score = float(values[-1, 1])
             table.append(
                 {
                     "network": network,
                     "model": name,
                     "seeds": len(some),
                     "test accuracy": float(values[-1, 0]),
-                    "|P - 1/2|": float(values[-1, 1]),
+                    "|P - 1/2|": score if np.isfinite(score) else "diverged",
                 }
             )
     return {

@@ -5,6 +5,7 @@ measurements, and the tables that they give.
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -75,6 +76,12 @@ def test_an_interrupted_measurement_continues(monkeypatch, tmp_path) -> None:
     assert paper_problems.measure(problem, "stub", [0], float("inf")) == {"table": ["a", "b"]}
     assert paper_problems.measure(problem, "stub", [0], float("inf")) == {"table": ["a", "b"]}
     assert calls == ["a", "b"]
+    # a run of an earlier grid is computed again, and is no part of the table before that
+    problem.is_current = lambda run: run["value"] > 1
+    problem.summary = lambda runs: {"table": sorted(run["value"] for run in runs.values())}
+    assert paper_problems.measure(problem, "stub", [0], -1.0) == {"table": [2]}
+    assert paper_problems.measure(problem, "stub", [0], float("inf")) == {"table": [2, 3]}
+    assert calls == ["a", "b", "a"]
     plain = SimpleNamespace(run=lambda seeds: {"table": seeds})
     assert paper_problems.measure(plain, "plain", [3], 0.0) == {"table": [3]}
 
@@ -127,6 +134,31 @@ def test_the_membership_score_is_half_for_separate_losses_and_small_for_equal_on
     assert ngd_tradeoff.membership_score(low, torch.rand(200, generator=g), 0) < 0.1
 
 
+def test_runs_of_an_earlier_grid_are_not_current(monkeypatch) -> None:
+    monkeypatch.setattr(ngd_tradeoff, "EPOCHS", 1)
+    monkeypatch.setattr(ngd_tradeoff, "TRAIN", 120)
+    monkeypatch.setattr(ngd_tradeoff, "FORGET", 20)
+    monkeypatch.setattr(ngd_tradeoff, "METHODS", ("fine-tuning, SGD",))
+    monkeypatch.setattr(ngd_tradeoff, "RATES", (0.001, 0.02))
+    monkeypatch.setattr(ngd_tradeoff, "fit", partial(networks.fit, epochs=1))
+    run = ngd_tradeoff.one("OLP", 0)
+    assert ngd_tradeoff.is_current(run)
+    monkeypatch.setattr(ngd_tradeoff, "RATES", (0.001, 0.02, 0.5))
+    assert not ngd_tradeoff.is_current(run)
+
+
+def test_a_network_that_diverged_has_no_score() -> None:
+    g = torch.Generator().manual_seed(0)
+    finite, infinite = torch.rand(20, generator=g), torch.full((20,), float("inf"))
+    assert math.isnan(ngd_tradeoff.membership_score(finite, infinite, 0))
+    point = {"accuracy": 0.5, "score": 0.1}
+    curves = {"original": [point], "SCRUB, 0.5": [point, {"accuracy": 0.1, "score": None}]}
+    runs = {"one": {"network": "OLP", "seed": 0, "curves": curves}}
+    result = ngd_tradeoff.summary(runs)
+    assert [row["|P - 1/2|"] for row in result["table"]] == [0.1, "diverged"]
+    assert result["curves"]["OLP, SCRUB, 0.5"] == [[0.5, 0.1]]
+
+
 @pytest.mark.parametrize("name", ngd_tradeoff.METHODS)
 def test_unlearning_starts_at_the_trained_network(name: str, monkeypatch) -> None:
     monkeypatch.setattr(ngd_tradeoff, "EPOCHS", 2)
@@ -150,6 +182,18 @@ def test_the_comparison_of_deletions_has_a_row_for_each_method(monkeypatch) -> N
     assert rows["retrained"]["share of the gap left"] == pytest.approx(0, abs=1e-12)
     assert rows["DeltaGrad"]["share of the gap left"] < 0.2
     assert rows["rewind"]["share of the gap left"] < 1
+    assert all(0 <= row[mini_table.RETAINED] <= 1 for row in rows.values())
+    # the retained samples are members of the original and of the retrained model
+    for name in ("original", "retrained"):
+        recall = rows[name]["Shokri, recall on the retained"]
+        assert 0 < recall <= 1
+        assert rows[name]["Shokri, precision on the retained"] > 0
+    assert mini_table.is_current(run)
+    older = {
+        **run,
+        "rows": [{k: v for k, v in row.items() if k != mini_table.RETAINED} for row in run["rows"]],
+    }
+    assert not mini_table.is_current(older)
     table = mini_table.summary({"one": run})["table"]
     assert [row["method"] for row in table] == list(mini_table.METHODS)
 
@@ -167,3 +211,29 @@ def test_covtype_is_never_downloaded(monkeypatch) -> None:
     with pytest.raises(ValueError, match="no copy of Covtype"):
         mini_table.load("covtype")
     assert requests == [False] * 3
+
+
+def test_the_comparison_on_a_stand_in_of_covtype(monkeypatch) -> None:
+    """54 columns and classes from 1 to 7, as scikit-learn's copy gives them."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(1, 8, 2500)
+    columns = rng.normal(size=(2500, 54)) + 50 + 3 * np.eye(54)[labels - 1]
+    columns[:, 53] = 1.0  # a column of one value has no deviation
+
+    def fetch(return_X_y: bool, download_if_missing: bool) -> tuple:  # noqa: N803
+        assert return_X_y
+        assert not download_if_missing
+        return columns, labels
+
+    monkeypatch.setattr(mini_table, "fetch_covtype", fetch)
+    monkeypatch.setattr(mini_table, "EPOCHS", 3)
+    monkeypatch.setattr(mini_table, "METHODS", ("original", "Mini-Unlearning", "retrained"))
+    x, y = mini_table.load("covtype")
+    assert (x.shape, y.min(), y.max()) == ((2000, 54), 0, 6)
+    assert np.isfinite(x).all()
+    assert np.allclose(x[:, :53].std(0), 1)
+    assert "covtype_0.05_0" in mini_table.cells([0])
+    rows = {row["method"]: row for row in mini_table._cell("covtype", 0.05, 0)["rows"]}
+    assert rows["original"]["test accuracy"] > 0.6
+    assert rows["retrained"]["share of the gap left"] == pytest.approx(0, abs=1e-12)
+    assert rows["Mini-Unlearning"]["share of the gap left"] < 1
