@@ -255,7 +255,8 @@ def vae() -> str:
     parts = [
         "# Unlearning a class in a VAE: UNO's benchmark",
         "",
-        source("vae", "python -m studies.vae --data fonts") + " (and `digits`).",
+        source("vae", "python -m studies.vae --data fonts")
+        + " (and `digits`; `mnist` and `celeba` from folders that the user has).",
         (
             "Time to unlearn: the training time until the rate of the class among prior samples "
             "is first below 2 %, interpolated, without the evaluations."
@@ -268,6 +269,7 @@ def vae() -> str:
     ]
     for key, content in Results("vae").items():
         settings, original = content["settings"], content["original"]
+        fid_samples = settings["fid_samples"]
         rows = [
             [
                 "algorithm",
@@ -303,7 +305,8 @@ def vae() -> str:
             )
         parts += [
             f"## {content['data']}: class {settings['class']}"
-            + (", running statistics frozen" if settings["batchnorm"] == "frozen" else ""),
+            + (", running statistics frozen" if settings["batchnorm"] == "frozen" else "")
+            + (f", FID on {fid_samples:,} samples" if fid_samples != 5000 else ""),
             "",
             (
                 f"Original: {100 * original['concept_rate']:.1f} % of prior samples are of the "
@@ -343,7 +346,7 @@ def _class_rates(content: dict[str, Any]) -> list[str]:
     rates = class_rates(content)
     if not rates:
         return []
-    rows = [["algorithm", *(f"class {c}" for c in range(10))]]
+    rows = [["algorithm", *(f"class {c}" for c in range(len(rates["original"])))]]
     rows += [
         [name.replace("^", "\\^"), *(f"{rate:.1f}" for rate in row)] for name, row in rates.items()
     ]
@@ -408,7 +411,10 @@ def _draw_class_rates(axes: Any, rates: dict[str, list[float]]) -> None:
         color = {"color": "black"} if name == "original" else {}
         axes.bar(places, row, width, label=name, **color)
     axes.set(
-        xticks=range(10), xlabel="class", ylabel="rate at the end, %", title="classes of samples"
+        xticks=range(len(rates["original"])),
+        xlabel="class",
+        ylabel="rate at the end, %",
+        title="classes of samples",
     )
     axes.legend(fontsize=7, ncol=2)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -245,8 +246,8 @@ def test_one_run_of_each_algorithm_of_the_vae_bench(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(
         bench.DATA, "digits", {**bench.DATA["digits"], "vae_epochs": 3, "judge_epochs": 3}
     )
-    monkeypatch.setattr(bench, "FID_SAMPLES", 300)
-    world = bench.make_world("digits")
+    world = bench.make_world("digits", fid_samples=300)
+    assert len(world.reference) == 300
     norms = [m for m in world.vae.modules() if isinstance(m, torch.nn.BatchNorm1d)]
     assert norms
     # the VAE was trained with its statistics
@@ -291,6 +292,107 @@ def vae_result(class_rates: list[float] | None = None) -> dict[str, Any]:
     return {"runs": runs, "memory_mb": 2.0, "memory_before_mb": 1.0}
 
 
+def vae_arguments(algorithms: list[str], **others: Any) -> argparse.Namespace:
+    """The arguments of a call on digits, with two runs."""
+    settings = {"data": "digits", "batchnorm": "train", "runs": 2, "fid_samples": 5000}
+    return argparse.Namespace(algorithms=algorithms, **{**settings, **others})
+
+
+@pytest.mark.parametrize(
+    ("others", "name"),
+    [
+        ({}, "digits"),
+        ({"batchnorm": "frozen"}, "digits_frozen"),
+        ({"fid_samples": 25000}, "digits_fid25000"),
+    ],
+)
+def test_another_number_of_fid_samples_is_another_result(others: dict[str, Any], name: str) -> None:
+    from studies import vae as bench
+
+    assert bench.result_name(vae_arguments(["S"], **others)) == name
+
+
+def paper_data(folder: Path, name: str) -> dict[str, Any]:
+    """Write a small stand-in in the files of MNIST or CelebA, and return changed settings."""
+    from PIL import Image
+
+    from tests.data.test_datasets import idx
+
+    rng = np.random.default_rng(0)
+    if name == "mnist":
+        for split, n in (("train", 260), ("t10k", 20)):
+            labels = np.arange(n) % 10
+            images = rng.integers(0, 60, (n, 28, 28)) + 15 * labels[:, None, None]
+            (folder / f"{split}-images-idx3-ubyte").write_bytes(idx(images))
+            (folder / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels))
+        return {}
+    (folder / "img_align_celeba").mkdir()
+    names = [f"{i:06}.jpg" for i in range(100)]
+    values = ["1" if i % 3 == 0 else "-1" for i in range(100)]  # most faces are not of the class
+    for i, file in enumerate(names):
+        pixels = np.full((218, 178, 3), 200 if values[i] == "1" else 50, dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / "img_align_celeba" / file)
+    lines = [f"{file} {value}" for file, value in zip(names, values, strict=True)]
+    (folder / "list_attr_celeba.txt").write_text("\n".join(["100", "Male", *lines]))
+    parts = [f"{file} {2 if i % 10 == 9 else 0}" for i, file in enumerate(names)]
+    (folder / "list_eval_partition.txt").write_text("\n".join(parts))
+    return {
+        "vae": ("vae_conv", {"width": 2, "latent": 4}),
+        "judge": ("resnet18", {"width": 2, "classes": 2}),
+        "batch": 64,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "classes"),
+    [("mnist", {}, 10), ("celeba", {"width": 32, "latent": 512}, 2)],
+)
+def test_the_vae_bench_on_the_papers_data(
+    name: str,
+    options: dict[str, int],
+    classes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in in the data's own files; the paper's network has its settings."""
+    from studies import vae as bench
+
+    settings = bench.DATA[name]
+    if name == "celeba":
+        assert settings["vae"] == ("vae_conv", options)
+    else:
+        assert [settings[key] for key in ("inputs", "hidden", "latent")] == [784, 400, 2]
+    changes = paper_data(tmp_path, name)
+    monkeypatch.setitem(bench.DATA, name, {**settings, **changes, "vae_epochs": 1})
+    monkeypatch.setattr(bench, "SAMPLES", 100)
+    world = bench.make_world(name, root=str(tmp_path), fid_samples=210)
+    assert world.fid_samples == 210
+    if name == "celeba":
+        assert world.forgotten_class == 1  # Male, though other faces are more frequent
+        assert len(world.reference) == 60  # all real faces of the other class
+    result = bench.unlearn(world, "UNO^-S^", seed=0, steps=2, with_fid=True)
+    assert [row["step"] for row in result["measurements"]] == [0, 1, 2]
+    assert result["fid"] > 0
+    assert len(result["class_rates"]) == classes
+    assert sum(result["class_rates"]) == pytest.approx(1)
+
+
+def test_the_vae_bench_says_what_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from studies import vae
+
+    for arguments, message in (
+        (["--data", "mnist", "--root", str(tmp_path)], "MNIST is not at"),
+        (["--data", "digits", "--root", "data"], "--root is for the data sets mnist and celeba"),
+        (["--fid-samples", "1"], "--fid-samples must be at least 2, found 1"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["vae", *arguments])
+        with pytest.raises(SystemExit):
+            vae.main()
+        assert message in capsys.readouterr().err
+
+
 def test_rows_of_other_algorithms_stay_if_the_vae_is_the_same(
     no_results: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,7 +410,7 @@ def test_rows_of_other_algorithms_stay_if_the_vae_is_the_same(
         monkeypatch.setattr(
             bench.provenance, "describe", lambda commit=commit: {**describe(), "commit": commit}
         )
-        args = argparse.Namespace(data="digits", batchnorm="train", runs=2, algorithms=[name])
+        args = vae_arguments([name])
         rows = bench.earlier_algorithms(args, world, 0.14, 46.7)
         measured = {name: {**result, "environment": bench.provenance.describe()}}
         bench.write(
@@ -327,7 +429,7 @@ def test_rows_of_other_algorithms_stay_if_the_vae_is_the_same(
     assert [round(bar.get_height(), 6) for bar in bars[:2]] == [10.0, 10.0]
     assert len(bars) == 20
     for change in ({"fid": 46.8}, {"runs": 3}):
-        args = argparse.Namespace(data="digits", batchnorm="train", runs=2, algorithms=["A"])
+        args = vae_arguments(["A"])
         args.runs = change.get("runs", args.runs)
         with pytest.raises(SystemExit, match="of another VAE, other settings or other seeds"):
             bench.earlier_algorithms(args, world, 0.14, change.get("fid", 46.7))
