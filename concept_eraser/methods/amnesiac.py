@@ -8,7 +8,9 @@ sample. Then
 
 Later updates were computed at weights that contained the subtracted ones, and the retained samples
 of these batches are lost too. So w' is not the retrained model where many batches are affected. The
-paper expects this, and trains on retained samples afterwards.
+paper expects this, and trains on retained samples afterwards. The number of the paper's section was
+not read here. The authors' code is lmgraves/AmnesiacML, `Amnesiac Unlearning - MNIST.ipynb`: the
+cell that reads steps/*.pkl subtracts the updates.
 
 Deliberate differences from the paper:
 * Its training stores the updates of batches with sensitive samples only. Here the history of

@@ -6,7 +6,8 @@ Jacobian only. These get the factor L of G G^T = L L^T, whose rows have the same
 That is right for rules that do not use single coordinates. The others (GradDrop, TrimmedMean) are
 refused.
 
-Deliberate differences: none from TorchJD. Its documentation has the paper of each rule, and its
+Deliberate differences: none from TorchJD. Each rule is a file of its package, such as
+torchjd/aggregation/_upgrad.py. Its documentation has the paper of each rule, and its
 differences from it.
 
 TorchJD (MIT) is not installed with concept_eraser. Its solvers quadprog (GPL), qpsolvers (LGPL) and

@@ -16,12 +16,34 @@ from concept_eraser.methods.surgery import Surgery
 from concept_eraser.methods.weighted import Weighted
 
 
+def missing(text: str) -> list[str]:
+    """Return what a module's docstring lacks: the paper, the place in it or in a file of the
+    authors' code, the differences.
+    """
+    parts = {
+        "paper": r"arXiv \d{4}\.\d{5}",
+        "place": (
+            r"\b(?:Eqs?\.|Equations?|[Ss]ections?|[Aa]ppendix|Algorithms?|Theorems?|Lemmas?)\s\(?[A-Z\d]"
+            r"|[\w]\.(?:py|ipynb)\b"
+        ),
+        "differences": r"[Dd]eliberate\s+differences?\b",
+    }
+    return [name for name, pattern in parts.items() if not re.search(pattern, text)]
+
+
 @pytest.mark.parametrize("name", registry.builtin("method"))
 def test_each_method_names_the_published_definition_and_its_differences(name: str) -> None:
-    """The file of a method opens with a paper, and has a part on deliberate differences."""
+    """The file of a method opens with a paper and the place of the definition, and has a part on
+    deliberate differences.
+    """
     module = importlib.import_module(f"concept_eraser.methods.{name}")
-    assert re.search(r"arXiv \d{4}\.\d{5}", module.__doc__ or ""), "the paper"
-    assert re.search(r"[Dd]eliberate differences?\b", module.__doc__ or ""), "the differences"
+    assert missing(module.__doc__ or "") == []
+
+
+def test_what_a_methods_docstring_lacks_is_noticed() -> None:
+    assert missing("A method.") == ["paper", "place", "differences"]
+    assert missing("By A (2021, arXiv 2101.00001).\n\nDeliberate differences: none.") == ["place"]
+    assert missing("Eq. 3 of arXiv 2101.00001. Deliberate differences: none.") == []
 
 
 def test_weighted_is_the_weighted_sum() -> None:
