@@ -93,6 +93,16 @@ def test_it_names_the_definition_that_it_follows_and_its_differences(path: Path)
     assert any("differs from " in line for line in opening)
 
 
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_it_denies_no_setting_that_it_has(path: Path) -> None:
+    training = yaml.safe_load(path.read_text()).get("training") or {}
+    keys = {"momentum": "momentum", "weight decay": "weight_decay", "clipping": "clip"}
+    for line in comments(path.stem):
+        if line.startswith("# differs from "):
+            denied = [words for words, key in keys.items() if words in line and key in training]
+            assert denied == []
+
+
 PLACE = re.compile(
     r"\bEqs?\. \d|\bsection \d|\bAlgorithm \d|\.py\b|no (?:single )?paper|not read here"
 )
