@@ -295,6 +295,7 @@ def test_celeba(celeba_files: Path) -> None:
     assert (train.names, train.labels.tolist()) == (("not Male", "Male"), [0, 1])
     assert test.labels.tolist() == [1]
     assert train.inputs([0, 1]).shape == (2, 3, 32, 32)
+    assert train.inputs([0, 1]).is_contiguous()
     assert train.inputs([0, 1]).amax((1, 2, 3)).tolist() == pytest.approx([-1.0, 1.0], abs=0.02)
     options = {"root": str(celeba_files), "attribute": "Smiling"}
     smiling = registry.build("dataset", "celeba", options).load("train")

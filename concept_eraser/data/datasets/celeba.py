@@ -64,7 +64,10 @@ class CelebA:
 
         def fetch(rows: Sequence[int]) -> Tensor:
             images = np.stack([read(paths[int(i)], (self.size, self.size)) for i in rows])
-            return torch.from_numpy(images).permute(0, 3, 1, 2).float().div(127.5).sub(1)
+            # Not channels last: with it torch 2.13 damages memory in the backward pass of a layer
+            # of two channels.
+            pixels = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+            return pixels.float().div(127.5).sub(1)
 
         labels = torch.tensor([values[name] for name in names])
         return Labelled(labels, self._names, fetch, "CelebA")
