@@ -157,8 +157,9 @@ def one(data: str, share: float, seed: int) -> list[dict[str, Any]]:
             job.w.copy_(final)
         forget(job, history, forgotten, name)
         inside, outside, rest = (job.outputs(group) for group in (lost, test, retained))
+        members, others = shadows["Shokri"]
         scores = {
-            group: shadow_attack(*shadows["Shokri"], outputs)
+            group: shadow_attack(members, others, outputs)
             for group, outputs in (("deleted", inside), ("unseen", outside), ("retained", rest))
         }
         precision, recall = precision_and_recall(scores["deleted"], scores["unseen"])
