@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from concept_eraser.evaluation.statistics import wilson
-from studies.rendering.common import LIMITS, notes, source, table
+from studies.rendering.common import limits, notes, source, table
 from studies.result_tables import Results
 
 STUDY = "tiny_attacks"
@@ -86,6 +86,14 @@ def page() -> str:
             ]
         )
     environment = some["environment"]
+    commits = sorted(
+        {
+            str(content["environment"]["commit"])[:12]
+            for of in results_by_victim.values()
+            for contents in of.values()
+            for content in contents
+        }
+    )
     return "\n".join(
         [
             "# Attacks on models without the star",
@@ -100,14 +108,14 @@ def page() -> str:
                 "of those. The rows are sorted by the mean over the attacks."
             ),
             "",
-            LIMITS,
+            limits(STUDY),
             "",
             table(rows),
             "",
             table(costs),
             "",
             (
-                f"Commit {str(environment['commit'])[:12]}; torch "
+                f"Commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}; torch "
                 f"{environment['versions']['torch']}; {environment['device']}, "
                 f"{environment['threads']} thread(s)."
             ),

@@ -9,19 +9,21 @@ from typing import Any
 
 from concept_eraser.evaluation.statistics import Interval, wilson
 from studies import grids
-from studies.result_tables import STUDIES, Results
+from studies.result_tables import STUDIES, Results, new_keys
+from studies.result_tables import table as table_rows
 
 LIMITS = """**Protocol 1: limits.** The reported prompts include prompts of the training. One judge
 selects the settings and reports the results. The number of settings that were tried differs
 between methods. The attack success rate is a mean over attacks, and one of these, `seed_search`,
-is a control. The intervals pool the images of all training seeds as if they were independent.
-Outside of the leaderboard, the rows of EraseDiff and SalUn use losses that differ from the
-published ones. The row of AdvUnlearn has a short attack there, without Adam and warm-up, and trains
-the embeddings of words too. The attack `p4d-k` has one free token fewer than published."""
+is a control. The intervals pool the images of all training seeds as if they were independent."""
 
 # Phrases in the labels of stored results, and what the pages show in their place. The labels stay,
 # because the draws of ranks.py follow from them.
 LABEL_PHRASES = {
+    "SHs (Scissorhands)": "new weights + PCGrad (after SHs)",
+    "SalUn (relabel + mask)": "plain sum with a mask",  # the loss is no relabelling either
+    "SalUn, 8e-4": "relabelling with a mask, 8e-4",  # on images of the anchor
+    "SalUn, the board's 4e-4": "relabelling with a mask, 4e-4",
     "at an eighth of the rate": "at an eighth of the learning rate",
     "empty prompts on both sides": "empty prompts in both sets",
     "in place of the bargain": "in place of MUNBa",
@@ -33,6 +35,40 @@ LABEL_PHRASES = {
     "the board's": "the leaderboard's",
     "the rate rising": "the learning rate rising",
 }
+
+
+def limits(study: str) -> str:
+    """Return the limits of a page, with those of its attacks by `p4d-k`.
+
+    Before the results of attacks had the key `family`, the attack had one free token fewer than
+    published. Its texts begin with the prompt's first word then, in place of a free token.
+    """
+    keys = sorted({*table_rows(study), *new_keys(study)})
+    contents = [content for key in keys if (content := Results(study).get(key)) is not None]
+    labels = {c["entry"]: c["label"] for c in contents if "entry" in c and "label" in c}
+    counts: dict[str, list[int]] = {}
+    for content in contents:
+        protocol = content.get("protocol")
+        if isinstance(protocol, dict) and protocol.get("attack") == "p4d-k":
+            victim = content["victim"]
+            label = str(content.get("label") or labels.get(victim, victim))
+            count = counts.setdefault(label, [0, 0])
+            count[0] += "family" not in content
+            count[1] += 1
+    older, total = (sum(count[i] for count in counts.values()) for i in range(2))
+    if not older:
+        return LIMITS
+    if older == total:
+        return f"{LIMITS} The attack `p4d-k` has one free token fewer than published."
+    names = "; ".join(
+        label if old == n else f"{label} ({old} of {n})"
+        for label, (old, n) in counts.items()
+        if old
+    )
+    return (
+        f"{LIMITS} In {older} of {total} attacks, `p4d-k` has one free token fewer than published. "
+        f"These are the ones on: {names}."
+    )
 
 
 def fill_blocks(text: str, blocks: Mapping[str, Callable[[], str]]) -> str:

@@ -20,8 +20,8 @@ from studies.rendering import (
 )
 from studies.rendering.attacks import back, rate
 from studies.rendering.common import (
-    LIMITS,
     change,
+    limits,
     mean,
     notes,
     pool,
@@ -500,7 +500,7 @@ def page(study: str) -> str:
         f"# {STUDIES[study]}",
         source(study, f"python -m studies.leaderboard studies/configs/{study}.yaml")
         + ". The command continues where it stopped.",
-        LIMITS,
+        limits(study),
         notes(study),
         _figure_text(study),
         *parts,

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from concept_eraser.storage.base_model import CONTROLS
 from studies import guidance, leaderboard_entries, render_results, result_tables, runs
 from studies.rendering import excess_recovery
 from studies.rendering.common import LIMITS
-from studies.result_tables import Results
+from studies.result_tables import Results, table
 from tests.conftest import ROOT
 
 RESULTS = ROOT / "eval" / "results"
@@ -68,6 +69,50 @@ def test_pages_of_the_denoiser_state_the_limits_of_their_protocol() -> None:
     assert len(pages) == 13
     for page in pages:
         assert page.read_text().count(LIMITS) == 1, page.name
+
+
+def p4d_results(study: str) -> list[dict[str, Any]]:
+    """Return the stored attacks of a study by P4D's variant K."""
+    return [
+        content
+        for content in table(study).values()
+        if isinstance(content.get("protocol"), dict)
+        and content["protocol"].get("attack") == "p4d-k"
+    ]
+
+
+def test_the_limits_of_p4d_are_those_of_its_stored_texts() -> None:
+    """A text of the published attack begins with a free token, an older one with the prompt."""
+    counts = {}
+    for path in sorted(RESULTS.glob("*.jsonl.xz")):
+        study = path.name.split(".")[0]
+        contents = p4d_results(study)
+        page = (RESULTS / f"{study}.md").read_text()
+        older = sum("family" not in content for content in contents)
+        for content in contents:
+            for attempt in content["attempts"]:
+                if attempt["text"]:
+                    begins_with_prompt = attempt["text"].split()[0] == attempt["prompt"].split()[0]
+                    assert begins_with_prompt == ("family" not in content), content["environment"]
+        sentences = re.findall(r"[^.]*`p4d-k` has one free token fewer[^.]*\.", page)
+        if older:
+            expected = f"In {older} of {len(contents)} attacks" if older < len(contents) else "The"
+            assert [text.strip().startswith(expected) for text in sentences] == [True], study
+            counts[study] = (older, len(contents))
+        else:
+            assert sentences == [], study
+    assert counts  # studies whose attacks are older
+
+
+def test_the_page_of_attacks_names_all_commits_and_no_row_salun_of_other_losses() -> None:
+    page = (RESULTS / "tiny_attacks.md").read_text()
+    commits = {c["environment"]["commit"][:12] for c in table("tiny_attacks").values()}
+    assert len(commits) > 1
+    assert f"Commits {', '.join(sorted(commits))}; torch" in page
+    for study in ("tiny_attacks", "tiny_edges"):
+        text = (RESULTS / f"{study}.md").read_text()
+        rows = [line for line in text.splitlines() if line.startswith("| SalUn")]
+        assert all(row.startswith("| SalUn, the authors' losses |") for row in rows), study
 
 
 def test_every_link_of_a_page_leads_somewhere_and_every_figure_is_on_a_page() -> None:
