@@ -45,8 +45,8 @@ SHORTFALLS: dict[str, dict[str, float]] = {
     },
     # the holes of the C library's heap
     FULL: {"sd14, 256 px, erase: LoRA of rank 16, batch of 4": 24},
-    # it has a distribution over all tokens
-    ATTACK: {"unlearn_diff": 1.14},
+    # they have distributions over all tokens, or normalise the vocabulary
+    ATTACK: {"unlearn_diff": 1.22, "p4d": 1.12},
 }
 
 
