@@ -41,8 +41,8 @@ def page() -> str:
 
 {table(rows)}
 
-**Protocol 1, in part.** The reported prompts are in no training set. One judge counts, and no attack
-runs. The default was developed on star, blue and dotted.
+**Protocol 1, in part.** The reported prompts are in no training set. One judge counts, and no
+attack runs. The default was developed on star, blue and dotted.
 
 {study["about"].strip()}
 One training seed; n = {study["images"]} images of each group; 95 % Wilson
