@@ -60,6 +60,8 @@ from concept_eraser.methods.base import LayerChange, ProjectionEdit, ProjectionR
 from concept_eraser.methods.uce import require_weights, second_moment, width_of
 
 ROUNDING = 1e-9  # singular values below it, relative to the largest, count as 0
+SMALL = 3e-5  # of W, whose squares M has: smaller ones do not determine a rotation
+EQUAL = 1e-12  # a difference below it, relative to M, is a rounding error
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class OrthogonalErasure(ProjectionEdit):
         erase_scale: The weight of the reversal, in the units of squared values.
         preserve_scale: The weight of the mean over the retained states.
         lamb: The weight of the change of W.
-        rank: The largest number of directions of the concepts, and of the anchors. None for all.
+        rank: The largest number of directions of the concepts, and of the anchors. 0 for all.
         tokens: As in uce.
     """
 
@@ -88,14 +90,14 @@ class OrthogonalErasure(ProjectionEdit):
     erase_scale: float = 2000.0
     preserve_scale: float = 10.0
     lamb: float = 10.0
-    rank: int | None = None
+    rank: int = 0
     tokens: Tokens = "last"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_weights(self.erase_scale, self.preserve_scale, self.lamb)
-        if self.rank is not None and self.rank < 1:
-            raise ValueError(f"rank must be >= 1 or null, found {self.rank}")
+        if self.rank < 0:
+            raise ValueError(f"rank must be >= 0 (0: all), found {self.rank}")
 
     def change(self, request: ProjectionRequest) -> LayerChange:
         """See `ProjectionEdit.change`. The results also have `overlap`.
@@ -134,22 +136,24 @@ class OrthogonalErasure(ProjectionEdit):
 
 
 def image_of(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q [out, k], S [k] and H [k, width] with W = Q diag(S) H for a W of rank k.
+    """Return Q [out, k], S [k] and H [k, width] with W = Q diag(S) H, up to small directions of W.
+
+    These are not rotated. Lengths and angles stay with any k.
 
     Raises ValueError if W is not finite.
     """
     require_finite(weight)
     outputs, sizes, inputs = torch.linalg.svd(weight, full_matrices=False)
-    rank = int((sizes > ROUNDING * sizes.max()).sum())
+    rank = int((sizes > SMALL * sizes.max()).sum())
     return outputs[:, :rank], sizes[:rank], inputs[:rank]
 
 
-def leading_basis(vectors: Sequence[Tensor], rank: int | None) -> Tensor:
+def leading_basis(vectors: Sequence[Tensor], rank: int) -> Tensor:
     """Return the leading orthonormal directions of unit vectors.
 
     Args:
         vectors: Rows [n, k] of any lengths. Rows of 0 do not count.
-        rank: The largest number of directions; None for all that the rows span.
+        rank: The largest number of directions; 0 for all that the rows span.
 
     Returns:
         [k, directions]. Without rows there are none.
@@ -162,7 +166,7 @@ def leading_basis(vectors: Sequence[Tensor], rank: int | None) -> Tensor:
     rows = (rows / lengths)[lengths[:, 0] > 0]
     sizes, directions = torch.linalg.svd(rows, full_matrices=False)[1:]
     count = int((sizes > ROUNDING * sizes[:1]).sum())
-    basis: Tensor = directions[: count if rank is None else min(count, rank)].T
+    basis: Tensor = directions[: min(count, rank or count)].T
     return basis
 
 
@@ -184,7 +188,7 @@ def closest_turn(matrix: Tensor, reflections: bool) -> Tensor:
         sign = float(torch.linalg.det(turned).sign())
         turned = turned + (sign - 1) * torch.outer(left[:, -1], right[-1])
         gap = float(sizes[-2]) + sign * gap if len(sizes) > 1 else math.inf
-    if not gap > ROUNDING * float(sizes[0]):
+    if not gap > EQUAL * float(sizes[0]):
         raise ValueError(
             "the prompts leave the rotation undetermined (singular values of M from "
             f"{float(sizes[-1]):.1e} to {float(sizes[0]):.1e}); give a larger lamb"

@@ -255,7 +255,7 @@ def test_what_cannot_be_erased_is_refused() -> None:
         ({"erase_scale": 0.0}, "erase_scale must be > 0"),
         ({"preserve_scale": -1.0}, "preserve_scale and lamb >= 0"),
         ({"lamb": -1.0}, "preserve_scale and lamb >= 0"),
-        ({"rank": 0}, "rank must be >= 1 or null, found 0"),
+        ({"rank": -1}, r"rank must be >= 0 \(0: all\), found -1"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict, words: str) -> None:

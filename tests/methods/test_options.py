@@ -95,7 +95,7 @@ BOUNDS: dict[str, dict[str, tuple[str, float | None]]] = {
         "erase_scale": ("(0", None),
         "preserve_scale": ("0", None),
         "lamb": ("0", None),
-        "rank": ("1", None),
+        "rank": ("0", None),
     },
     "race": {
         "inner_steps": ("0", None),
@@ -267,7 +267,7 @@ PAPER_DEFAULTS: dict[str, dict[str, Any]] = {
         "erase_scale": 2000.0,
         "preserve_scale": 10.0,
         "lamb": 10.0,
-        "rank": None,
+        "rank": 0,
         "tokens": "last",
     },
     "race": {"inner_steps": 10, "inner_lr": 0.1 / 4, "box": 0.1, "retain": 0.0, "forget": 1.0},
