@@ -60,8 +60,6 @@ from concept_eraser.methods.base import LayerChange, ProjectionEdit, ProjectionR
 from concept_eraser.methods.uce import require_weights, second_moment, width_of
 
 ROUNDING = 1e-9  # singular values below it, relative to the largest, count as 0
-SMALL = 3e-5  # of W, whose squares M has: smaller ones do not determine a rotation
-EQUAL = 1e-12  # a difference below it, relative to M, is a rounding error
 
 
 @dataclass(frozen=True)
@@ -136,15 +134,17 @@ class OrthogonalErasure(ProjectionEdit):
 
 
 def image_of(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Q [out, k], S [k] and H [k, width] with W = Q diag(S) H, up to small directions of W.
+    """Return Q [out, k], S [k] and H [k, width] with W = Q diag(S) H for a W of rank k.
 
-    These are not rotated. Lengths and angles stay with any k.
+    The rank is that in fp32, in which weights are stored: an earlier edit may have left a direction
+    with rounding errors alone.
 
     Raises ValueError if W is not finite.
     """
     require_finite(weight)
     outputs, sizes, inputs = torch.linalg.svd(weight, full_matrices=False)
-    rank = int((sizes > SMALL * sizes.max()).sum())
+    precision = torch.finfo(torch.float32).eps * max(weight.shape)
+    rank = int((sizes > precision * sizes.max()).sum())
     return outputs[:, :rank], sizes[:rank], inputs[:rank]
 
 
@@ -188,7 +188,7 @@ def closest_turn(matrix: Tensor, reflections: bool) -> Tensor:
         sign = float(torch.linalg.det(turned).sign())
         turned = turned + (sign - 1) * torch.outer(left[:, -1], right[-1])
         gap = float(sizes[-2]) + sign * gap if len(sizes) > 1 else math.inf
-    if not gap > EQUAL * float(sizes[0]):
+    if not gap > ROUNDING * float(sizes[0]):
         raise ValueError(
             "the prompts leave the rotation undetermined (singular values of M from "
             f"{float(sizes[-1]):.1e} to {float(sizes[0]):.1e}); give a larger lamb"

@@ -15,7 +15,7 @@ from scipy.spatial.transform import Rotation
 from torch import Tensor
 
 from concept_eraser.methods.base import ProjectionRequest
-from concept_eraser.methods.oce import OrthogonalErasure, closest_turn, leading_basis
+from concept_eraser.methods.oce import OrthogonalErasure, closest_turn, image_of, leading_basis
 from tests.methods.test_uce import WIDTH, edit_copy, problem
 
 OPTIONS = [
@@ -261,3 +261,16 @@ def test_what_cannot_be_erased_is_refused() -> None:
 def test_options_out_of_range_are_refused(options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         OrthogonalErasure(**options)
+
+
+def test_a_direction_of_rounding_errors_is_not_turned() -> None:
+    """An edit before may have left one, as RECE does; no lamb would determine its rotation."""
+    weight = torch.randn(24, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    outputs, sizes, inputs = torch.linalg.svd(weight)
+    sizes[-1] = 4e-7 * sizes[0]
+    basis, kept, rows = image_of(outputs * sizes @ inputs)
+    assert len(kept) == 23
+    assert basis.shape == (24, 23)
+    assert rows.shape == (23, 24)
+    sizes[-1] = 1e-4 * sizes[0]
+    assert len(image_of(outputs * sizes @ inputs)[1]) == 24
