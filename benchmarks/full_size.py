@@ -11,7 +11,8 @@ it, because the estimate of a dry run does not count it. Its CPU seconds are tho
 threads, which other busy processes change little.
 
 Every finished step is written to the JSON file at once, and is not repeated by the next call. One
-that needed too much memory is.
+that needed too much memory is. With `--again` the others are repeated too. That is
+needed where the models and runs of an earlier call were removed.
 `--steps` names some of them. `python -m studies.render_results` renders the table.
 
 The step "evaluate" measures the LoRA with a suite of 4 images of each model. Its judge is a ResNet
@@ -419,8 +420,8 @@ def steps(place: Place) -> dict[str, Callable[[], dict[str, Any]]]:
     }
 
 
-def run(place: Place, output: Path, names: Collection[str]) -> None:
-    """Make the steps that the JSON file does not have yet."""
+def run(place: Place, output: Path, names: Collection[str], *, again: bool = False) -> None:
+    """Make the steps that the JSON file does not have yet, or with `again` all of them."""
     content = json.loads(output.read_text()) if output.exists() else {"rows": []}
     here = provenance.describe()
     content.setdefault("environment", here)  # of the first rows; each row has its own commit
@@ -430,7 +431,8 @@ def run(place: Place, output: Path, names: Collection[str]) -> None:
     for name, step in steps(place).items():
         key = (place.family, place.pixels, name)
         present = next((row for row in content["rows"] if _key(row) == key), None)
-        if name not in names or (present is not None and "beyond_gb" not in present):
+        is_finished = present is not None and "beyond_gb" not in present
+        if name not in names or (is_finished and not again):
             continue
         print(f"{place.family}: {name}", flush=True)
         result = _limited(step, place)
@@ -467,6 +469,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/full-size"))
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--memory", type=float, help="GB of private memory that a step may take")
+    parser.add_argument("--again", action="store_true", help="also repeat finished steps")
     parser.add_argument("--clean", action="store_true", help="remove models and runs afterwards")
     args = parser.parse_args()
     pixels = args.pixels or PIXELS[args.family]
@@ -474,7 +477,7 @@ def main() -> None:
     names = args.steps or list(steps(place))
     if unknown := [name for name in names if name not in steps(place)]:
         parser.error(f"unknown step {unknown[0]!r}; there are: {', '.join(steps(place))}")
-    run(place, args.output, names)
+    run(place, args.output, names, again=args.again)
     if args.clean:
         place.clean()
 

@@ -161,6 +161,7 @@ def attack(
     """
     from concept_eraser import api
     from concept_eraser.cli.progress_bars import bars
+    from concept_eraser.cli.threads import use_idle_cores
     from concept_eraser.storage import output_folder
 
     # files go into run folders only, not into other people's model folders
@@ -173,6 +174,7 @@ def attack(
     )
     if output is None and run_folder != Path():
         output_folder.require_claimable(folder, "attack", inside=run_folder)
+    use_idle_cores()
     with bars(quiet) as progress:
         result = api.attack(
             model,

@@ -442,6 +442,7 @@ def run(
     """Resolve and check a recipe, train, and print the run folder and the next command."""
     from concept_eraser.cli import dry_run as dry_run_report
     from concept_eraser.cli.progress_bars import bars
+    from concept_eraser.cli.threads import use_idle_cores
     from concept_eraser.recipes import recipe as recipes
     from concept_eraser.utils import distributed
 
@@ -464,6 +465,7 @@ def run(
 
     names_code = allow_code and loading.names_code(recipe_content.model)
     options = permissions(allow_pickle=allow_pickle, allow_code=names_code)
+    use_idle_cores()
     with bars(quiet) as progress, with_next_step(folder, options):
         finished_run = api.erase(
             recipe if isinstance(recipe, str) else recipe_content,

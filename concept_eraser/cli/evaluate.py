@@ -205,6 +205,7 @@ def evaluate_run(
     """
     from concept_eraser import api
     from concept_eraser.cli.progress_bars import bars
+    from concept_eraser.cli.threads import use_idle_cores
     from concept_eraser.evaluation import suite as suites
     from concept_eraser.reporting import run_results
     from concept_eraser.runs import suite_matching
@@ -220,6 +221,7 @@ def evaluate_run(
     if run is not None and output is None:
         name = Path(suite).stem if suite else "_".join(protocol.concept.values())
         folder, inside = run_results.place_for(run, protocol, name), run
+    use_idle_cores()
     first = distributed.is_first()
     names = ("evaluation.json", "evaluation.csv.xz", "report.html")
     lock = output_folder.results(folder, "evaluation", names, inside=inside)

@@ -84,6 +84,7 @@ def generate(
 
     from concept_eraser import api
     from concept_eraser.cli.progress_bars import bars
+    from concept_eraser.cli.threads import use_idle_cores
     from concept_eraser.data import generate as generation
     from concept_eraser.data.images import png
     from concept_eraser.data.prompts import Prompt, load
@@ -96,6 +97,7 @@ def generate(
         seed + i if own_seed is None else own_seed
         for i, own_seed in enumerate(generation.own_seeds(all_prompts))
     ]
+    use_idle_cores()
     with locks.hold_lock(output, "generate images"):
         if output_folder.require_claimable(output, "images", alone=True) and not overwrite:
             raise UserError(

@@ -48,6 +48,7 @@ def quickstart(
     from concept_eraser import api
     from concept_eraser.cli.evaluate import summarise
     from concept_eraser.cli.progress_bars import bars
+    from concept_eraser.cli.threads import use_idle_cores
     from concept_eraser.evaluation.suite import dumps
     from concept_eraser.recipes.defaults import fast_precision
     from concept_eraser.reporting import write
@@ -55,7 +56,7 @@ def quickstart(
     from concept_eraser.storage.writers import write_text
     from concept_eraser.utils.commands import shell_command
 
-    _use_idle_cores()
+    use_idle_cores()
     words = [RECIPE, *FEWER_STEPS, *fast_precision(), *(overrides or ())]
     was_finished = (output / "done.json").is_file()
     start = time.monotonic()
@@ -107,22 +108,3 @@ def _erasing_text(seconds: Mapping[str, float], was_finished: bool) -> str:
     if seconds["erasing"] < seconds["training"]:
         return f"erasing {seconds['erasing']:.0f} s after an interruption ({training} in all)"
     return f"erasing {seconds['erasing']:.0f} s (of which {training})"
-
-
-def _use_idle_cores() -> None:
-    """Use no more threads than cores are idle, unless the user set their number."""
-    import os
-
-    import torch
-
-    from concept_eraser.utils import idle_cores
-
-    if "OMP_NUM_THREADS" in os.environ:
-        return
-    idle, threads = idle_cores.count(), torch.get_num_threads()
-    if idle is not None and idle < threads:
-        torch.set_num_threads(idle)
-        typer.echo(
-            f"note: other processes are busy, so {idle} of {threads} threads are used; "
-            "OMP_NUM_THREADS sets another number"
-        )

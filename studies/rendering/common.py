@@ -191,7 +191,8 @@ def mean(runs: list[dict], metric: str, group: str, when: str) -> float:
 def machine_note(content: Mapping[str, Any]) -> str:
     """Return where a benchmark was measured: torch, threads or the GPU, and what else ran."""
     where = content["environment"]
-    cores = f"{where['threads']} thread of {where['cpu_count']} cores"
+    threads = "1 thread" if where["threads"] == 1 else f"{where['threads']} threads"
+    cores = f"{threads} of {where['cpu_count']} cores"
     place = cores if where["device"] == "cpu" else where["device"]
     torch_version = where["versions"]["torch"]
     return f"torch {torch_version}, {place}; state of the machine: {content['state']}."

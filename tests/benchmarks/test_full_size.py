@@ -142,6 +142,14 @@ def test_the_steps_of_sdxl_run_on_a_tiny_one_in_bf16(
         *names[1:],
         names[0],
     ]
+    before = output.read_text()
+    full_size.run(place, output, names[:1])  # finished
+    assert output.read_text() == before
+    stored_rows = json.loads(before)
+    stored_rows["rows"][-1]["seconds"] = -1
+    output.write_text(json.dumps(stored_rows))
+    full_size.run(place, output, names[:1], again=True)
+    assert output.read_text() == before
     page = benchmarks.full_size_page(content)
     assert "## tiny-sdxl, 16 x 16" in page
     assert "| libraries alone | 0 | 0 | beyond 14 GB |" in page

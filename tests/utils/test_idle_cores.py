@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from concept_eraser.cli import quickstart
+from concept_eraser.cli.threads import use_idle_cores
 from concept_eraser.utils import idle_cores
 
 OWN = sorted(os.sched_getaffinity(0))
@@ -51,7 +51,7 @@ def test_a_system_without_counts_has_no_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("idle", "is_set", "expected"), [(1, False, 1), (1, True, 3), (None, False, 3)]
 )
-def test_quickstart_leaves_busy_cores_alone(
+def test_commands_leave_busy_cores_alone(
     idle: int | None, is_set: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = torch.get_num_threads()
@@ -61,7 +61,7 @@ def test_quickstart_leaves_busy_cores_alone(
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
     try:
         torch.set_num_threads(3)
-        quickstart._use_idle_cores()
+        use_idle_cores()
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(threads)
