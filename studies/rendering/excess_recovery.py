@@ -51,6 +51,7 @@ from studies.result_tables import Content, Results
 STUDIES = {
     "excess_recovery": "What attacks recover beyond a model that never learned the concept",
     "combination_rules": "What the combination rule contributes, with all else equal",
+    "continuity": "The star under protocol 2",
 }
 
 
