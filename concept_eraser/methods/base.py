@@ -381,6 +381,7 @@ class ProjectionEdit(Edit):
     targets: ClassVar[tuple[str, ...] | None] = ("denoiser",)
     why: ClassVar[str] = "it edits the layers of a denoiser that read a text"
     needs_retain: ClassVar[bool] = False
+    remedy: ClassVar[str] = "use a larger lamb"  # where the edit is not finite
     tokens: Tokens
 
     def check_objectives(self, objectives: tuple[str, ...]) -> None:

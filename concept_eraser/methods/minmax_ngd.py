@@ -170,15 +170,17 @@ def axis_covariance(grad: Tensor, axis: int) -> Tensor:
 def precondition_axis(grad: Tensor, factor: Tensor, axis: int, smoothing: float) -> Tensor:
     """Apply (F + smoothing tr(F)/d I)^-1 along one axis, and rescale to the length of `grad`."""
     level = factor.diagonal().mean()
-    if not bool(level > 0):
-        return grad
+    is_positive = level > 0  # stays on the device, so that the host does not wait
+    scale = torch.where(is_positive, level, torch.ones_like(level))
     rows = grad.movedim(axis, 0).reshape(grad.shape[axis], -1)
-    damped_factor = factor + smoothing * level * torch.eye(
+    damped_factor = factor + smoothing * scale * torch.eye(
         len(factor), dtype=factor.dtype, device=factor.device
     )
-    result: Tensor = torch.linalg.solve(damped_factor / level, rows)
+    # positive definite, so there is no error to check; a check would wait
+    result: Tensor = torch.linalg.solve_ex(damped_factor / scale, rows).result
     result = result * (rows.norm() / result.norm().clamp(min=1e-30))
-    return result.reshape(grad.movedim(axis, 0).shape).movedim(0, axis)
+    result = result.reshape(grad.movedim(axis, 0).shape).movedim(0, axis)
+    return torch.where(is_positive, result, grad)
 
 
 NAMED = {"ngd-finetune": {"forget_steps": 0}}

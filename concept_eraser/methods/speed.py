@@ -92,6 +92,7 @@ class NullSpaceErasure(ProjectionEdit):
         "tokens": "its code (for nudity: all)",
     }
     theorems: ClassVar[frozenset[str]] = frozenset({"fixed_point"})
+    remedy: ClassVar[str] = "use a larger retain_scale"
 
     threshold: float = 0.1
     retain_scale: float = 1.0

@@ -45,7 +45,6 @@ from concept_eraser.utils.errors import UserError
 
 SELECTION = "cross_attention_kv"
 BATCH = 32  # prompts that are encoded at once
-REMEDY = "use a larger lamb"
 
 
 def apply(method: ProjectionEdit, context: Context) -> tuple[Eraser, Mapping[str, float], float]:
@@ -112,7 +111,7 @@ def edit(
     began = time.monotonic()
     request = projection_request(model, recipe, method.tokens, weights)
     try:
-        with all_or_nothing(tuple(weights.values()), REMEDY):
+        with all_or_nothing(tuple(weights.values()), method.remedy):
             notes = method.edit(request)
             with torch.no_grad():
                 for name, weight in weights.items():

@@ -4,7 +4,7 @@ known answers.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from concept_eraser import registry
 from concept_eraser.methods import checks
-from concept_eraser.methods.base import Edit, Method
+from concept_eraser.methods.base import Edit, Method, ProjectionEdit
 from concept_eraser.methods.fisher import Risk, flatten
 from concept_eraser.methods.history import History
 from tests.methods.test_influence import problem, request
@@ -55,6 +55,13 @@ def test_every_theorem_is_known() -> None:
         "fixed_point",
         "exact_on_quadratics",
     }
+
+
+def test_the_remedy_of_an_edit_names_an_option_of_it() -> None:
+    edits = [plugin for plugin in PLUGINS.values() if issubclass(plugin, ProjectionEdit)]
+    assert len(edits) >= 4
+    for plugin in edits:
+        assert plugin.remedy.split()[-1] in {field.name for field in fields(plugin)}
 
 
 @pytest.mark.parametrize(("law", "method"), [one for law in checks.LAWS for one in claiming(law)])

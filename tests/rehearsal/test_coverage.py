@@ -57,7 +57,7 @@ _WAITS: dict[int, tuple[str, ...]] = {
         *("option loss esd to the anchor", "option noised anchor", "option teacher current"),
         "option empty prompts",
     ),
-    2: ("erasediff", "scrub", "uno-s", "s-hat", "h"),
+    2: ("erasediff", "minmax_ngd", "scrub", "uno-s", "s-hat", "h"),
     3: ("adversarial", "meta_unlearning", "stereo"),
     4: ("race",),
     5: ("bome", "forum", "uno exact"),
@@ -66,7 +66,6 @@ _WAITS: dict[int, tuple[str, ...]] = {
     8: ("moco",),
     13: ("uno",),
     16: ("uno-hat",),
-    74: ("minmax_ngd",),
 }
 WAITS = {name: number for number, names in _WAITS.items() for name in names}
 # Attacks that the golden set does not have, each with the smallest budget.
