@@ -57,6 +57,16 @@ def demo(
     before: Annotated[
         Optional[str], typer.Option(help="the original model of a RUN from another eraser")
     ] = None,
+    control: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help=(
+                "a model that never learned the concept; Compare shows its images, and an attack "
+                "on a run is made on it too, which shows how much more the attack recovers from "
+                "the run; may be given several times, e.g. for several training seeds"
+            )
+        ),
+    ] = None,
     no_browser: Annotated[
         bool, typer.Option("--no-browser", help="only print the address")
     ] = False,
@@ -69,6 +79,8 @@ def demo(
       concept-eraser demo
 
       concept-eraser demo runs/tiny_star_munba --port 7000 --no-browser
+
+      concept-eraser demo --control tiny-sd-without-star
 
       concept-eraser demo --host 0.0.0.0 --auth me:long-secret     (or CONCEPT_ERASER_DEMO_AUTH)
 
@@ -106,6 +118,7 @@ def demo(
             browser=not no_browser,
             ready=ready,
             names=allow_host or [],
+            controls=control or [],
         )
 
 

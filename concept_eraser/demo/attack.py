@@ -27,6 +27,9 @@ CADENCE: Mapping[str, dict[str, Any]] = {
 }
 
 
+LARGEST = 16 * MEGABYTE  # largest size of the file of an ended attack
+
+
 def names() -> list[str]:
     return registry.names("attack")
 
@@ -58,7 +61,7 @@ def start(
         )
     attacks = desk.library.folder(run) / "attacks"
     with safety.claimed(attacks, "", f"demo-{attack}", "attack") as folder:
-        spec = {
+        spec: dict[str, Any] = {
             "kind": "attack",
             "run": str(desk.library.folder(run)),
             "base": recipe.model,
@@ -68,6 +71,8 @@ def start(
             "folder": str(folder),
             **numbers,
         }
+        if desk.library.controls:
+            spec["controls"] = list(desk.library.controls)
         return desk.jobs.add("attack", f"{attack} on {run}", spec, folder)
 
 
@@ -95,15 +100,49 @@ def progress_html(desk: Desk, job: DemoJob | None) -> str:
         high=1,
         last=len(rows),
     )
-    return f'{_describe(desk, job, rows)}{_best(job, rows)}<div class="ce-figures">{curves}</div>'
+    return (
+        f"{_describe(desk, job, rows)}{_against_controls(job)}{_best(job, rows)}"
+        f'<div class="ce-figures">{curves}</div>'
+    )
 
 
-def _read_end_reason(path: Path) -> str:
-    """Return why the attack ended, from its file. Without a file it was stopped by hand."""
+def _read_summary(path: Path) -> dict[str, Any]:
+    """Return the file of an ended attack. It is empty before the end."""
     try:
-        return str(read_json(path, limit=MEGABYTE).get("ended", "stopped by hand"))
+        content = read_json(path, limit=LARGEST)
     except UserError:  # not written
-        return "stopped by hand"
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _against_controls(job: DemoJob) -> str:
+    """Return the rates on the run and on the controls as HTML. "" without a control."""
+    if not job.spec.get("controls"):
+        return ""
+    summary = _read_summary(job.folder / "found.json")
+    notes = "".join(
+        quiet(f"without a never-learned model: {reason}") for reason in summary.get("left_out", ())
+    )
+    if "control" not in summary:
+        is_missing = bool(summary) and not job.active and "left_out" not in summary
+        text = "the attack on the never-learned model did not end, so there is no excess recovery"
+        return notes or (quiet(text) if is_missing else "")
+    from concept_eraser.reporting import control_tables
+
+    rows = control_tables.excess_rows(summary)
+    if not rows:
+        return quiet("one prompt has no rate with an interval; attack more prompts") + notes
+    head = "".join(f'<th scope="col">{name}</th>' for name in control_tables.EXCESS_COLUMNS)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return (
+        '<div class="ce-scroll" tabindex="0" role="region" aria-label="excess recovery">'
+        "<p>Excess recovery: the success on the run minus that on a model that never learned the "
+        "concept, by the same attack on the same prompts and seeds. Intervals are 95 %.</p>"
+        f'<table class="ce-table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f"{notes}"
+    )
 
 
 def _describe(desk: Desk, job: DemoJob, rows: list[dict[str, Any]]) -> str:
@@ -123,16 +162,24 @@ def _describe(desk: Desk, job: DemoJob, rows: list[dict[str, Any]]) -> str:
         )
     if job.state == "failed":
         return alert(f"#{job.number} {job.title}: {job.error}")
-    end_reason = _read_end_reason(job.folder / "found.json")
+    summary = _read_summary(job.folder / "found.json")
+    end_reason = str(summary.get("ended", "stopped by hand"))
     return notice(
         f"#{job.number} {job.title}: {success_text}; {end_reason} ({minutes(job.seconds)})"
     )
 
 
 def _best(job: DemoJob, rows: list[dict[str, Any]]) -> str:
-    """Return the image of the clean prompt, the best image and its text as HTML."""
+    """Return the image of the clean prompt, the best images and the text of the best as HTML."""
+    from concept_eraser.evaluation.attacks import controlled
+
     cells = ""
-    for name, title in (("before.png", "clean prompt"), ("best.png", "best so far")):
+    files = {
+        "before.png": "clean prompt",
+        "best.png": "best so far",
+        f"{controlled.FOLDER}/best.png": "best on the never-learned model",
+    }
+    for name, title in files.items():
         path = job.folder / name
         if path.exists():
             file = path.read_bytes()
@@ -216,6 +263,11 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                 "image remains. For rates with intervals use <code>concept-eraser "
                 "attack</code>.</p>"
             )
+            if desk.library.controls:
+                gr.HTML(
+                    '<p class="ce-quiet">The same attack then runs on the models that never '
+                    "learned the concept. The budget holds for each model.</p>"
+                )
         with gr.Column(scale=5, min_width=300):
             message = gr.HTML(elem_id="attack-said")
             live_view = gr.HTML(progress_html(desk, None), elem_id="attack-live", min_height=260)

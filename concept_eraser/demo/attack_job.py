@@ -4,13 +4,17 @@ Settings, judge and rounds are those of `concept-eraser attack` (evaluation/atta
 there is one batch. The budget is rounds and seconds, not an option of each attack. During the
 search the folder holds asked.json, before.png, rounds.jsonl, best.png and found.json. The command
 gives rates with intervals, this job does not.
+
+With controls the same attack runs on them too: on the same prompts and seeds, and with the rounds
+that the victim had. Their files lie in the folders control, control_2, ... inside. found.json then
+has the rates and the excess recovery with intervals, as an attack.json has them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,10 @@ from concept_eraser import api
 from concept_eraser.data import generate
 from concept_eraser.data.images import png
 from concept_eraser.evaluation import suite
-from concept_eraser.evaluation.attacks import runner
+from concept_eraser.evaluation.attacks import controlled, runner
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
+from concept_eraser.evaluation.attacks.runner import AttackStart, Attempt, Campaign
+from concept_eraser.evaluation.never_learned import NeverLearned, read_record
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.writers import append_line, write_bytes, write_json
@@ -31,8 +37,31 @@ from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress
 
 
-class BudgetUsedUp(Exception):
-    """The budget is used up."""
+@dataclass(frozen=True)
+class Budget:
+    """The budget of an attack.
+
+    Attributes:
+        rounds: The largest number of rounds.
+        seconds: No new round begins after this time.
+        least: The number of rounds that are played however long they take.
+    """
+
+    rounds: int
+    seconds: float
+    least: int = 0
+
+    def is_used_up(self, rounds: int, seconds: float) -> bool:
+        return rounds >= self.rounds or (seconds > self.seconds and rounds >= self.least)
+
+    def of_control(self, played: PlayedAttack) -> Budget:
+        """Return the budget of the same attack on a control.
+
+        A control has at least the rounds that the victim had. It has no more than these if they
+        used up the victim's budget, which may be its time.
+        """
+        rounds = played.rounds if played.is_budget_used_up else self.rounds
+        return replace(self, rounds=rounds, least=played.rounds)
 
 
 @dataclass(frozen=True)
@@ -42,12 +71,24 @@ class RecordingReferee(runner.Referee):
     folder: Path = Path()
     # the victim's images of the unchanged prompts
     clean: Tensor = field(default_factory=lambda: torch.empty(0))
-    budget: tuple[int, float] = (100, 120.0)  # rounds, seconds
+    budget: Budget = field(default_factory=lambda: Budget(100, 120.0))
     tell: Callable[[int, int, str], None] = lambda count, total, note: None
     start_time: float = field(default_factory=time.monotonic)
     memory: dict[str, Any] = field(
-        default_factory=lambda: {"rounds": 0, "best": -1.0, "broken": {}}
+        default_factory=lambda: {"rounds": 0, "best": -1.0, "broken": {}, "used_up": False}
     )
+
+    def _rounds(self, search: Iterator[Round], *values: Any, **settings: Any) -> None:
+        super()._rounds(self._within_budget(search), *values, **settings)
+
+    def _within_budget(self, search: Iterator[Round]) -> Iterator[Round]:
+        """Yield the rounds of a search until the budget is used up."""
+        for offer in search:
+            yield offer
+            seconds = time.monotonic() - self.start_time
+            if self.budget.is_used_up(self.memory["rounds"], seconds):
+                self.memory["used_up"] = True
+                return
 
     def draw(self, offer: Round, scene: Scene) -> Tensor:
         images = super().draw(offer, scene)
@@ -86,11 +127,9 @@ class RecordingReferee(runner.Referee):
         )
         self.tell(
             self.memory["rounds"],
-            self.budget[0],
+            self.budget.rounds,
             f"{successes} of {len(scene.prompts)} prompts succeeded",
         )
-        if self.memory["rounds"] >= self.budget[0] or seconds > self.budget[1]:
-            raise BudgetUsedUp
         return images
 
     def probability(self, images: Tensor) -> Tensor:
@@ -113,10 +152,187 @@ def save(image: Tensor, path: Path) -> None:
     write_bytes(path, png(image))
 
 
-def run_attack(spec: dict[str, Any], progress: Progress) -> None:
-    """Attack a run. spec: run, folder, suite, attack, options, n, seed, rounds, seconds, base.
+@dataclass(frozen=True)
+class PlayedAttack:
+    """An attack that has ended.
 
-    Raises UserError if the attack cannot work on this run, or there is no prompt to attack.
+    Attributes:
+        attempts: The result of each prompt, also of those that show the concept without an attack.
+        curve: The number of successful prompts after each round.
+        cost: The cost by what was counted, such as images and gradients.
+        guidance: The guidance of the prompts.
+        rounds: The number of rounds.
+        seconds: The time of the attack.
+        is_budget_used_up: Whether the budget ended the attack.
+    """
+
+    attempts: list[Attempt]
+    curve: list[dict[str, Any]]
+    cost: dict[str, int]
+    guidance: float
+    rounds: int
+    seconds: float
+    is_budget_used_up: bool
+
+    def summary(self) -> dict[str, Any]:
+        """Return why the attack ended, the successes among the attacked prompts, and the cost."""
+        attacked = [attempt for attempt in self.attempts if not attempt.pre]
+        broken = sum(attempt.success for attempt in attacked)
+        end_reason = "every prompt succeeded"
+        if broken < len(attacked):
+            end_reason = (
+                "the budget is used up"
+                if self.is_budget_used_up
+                else "the attack ended before its budget"
+            )
+        return {"ended": end_reason, "broken": broken, "n": len(attacked), "cost": self.cost}
+
+
+@dataclass(frozen=True)
+class DemoAttack:
+    """The attack of a job, the same for the victim and for the controls."""
+
+    protocol: runner.Protocol
+    original: Model
+    judge: Any
+    progress: Progress
+
+    def play(
+        self,
+        model: Model,
+        folder: Path,
+        *,
+        budget: Budget,
+        guidance: float | None = None,
+        what: str = "attacking",
+    ) -> PlayedAttack:
+        """Attack a model. Its prompts have one guidance, since they are attacked at once.
+
+        Args:
+            model: The attacked model.
+            folder: The folder of its files.
+            budget: The rounds and seconds.
+            guidance: The guidance of the prompts (default: the one of most prompts).
+            what: The work, for the progress.
+
+        Raises:
+            UserError: The original shows the concept for no prompt. Or the model shows it for all
+                of them, where no guidance is given.
+        """
+        ((attribute, value),) = self.protocol.suite.concept.items()
+        sampling = generate.Sampling(**self.protocol.suite.sampling.model_dump())
+        before = runner.draw_start(
+            self.protocol, self.judge, model, self.original, progress=self.progress
+        )
+        guidances = [before.sampling_of(i, sampling).guidance for i in range(len(before.prompts))]
+        attacked = [i for i, pre in enumerate(before.pre) if not pre]
+        if guidance is None:
+            self._require_prompts(before, attacked)
+            some = runner.batches_of(before, attacked, size=len(attacked), sampling=sampling)
+            guidance = guidances[max(some.values(), key=len)[0]]
+        rows = [i for i, own in enumerate(guidances) if own == guidance]
+        attacked = [i for i in attacked if i in rows]
+        write_json(
+            folder / "asked.json",
+            {
+                "asked": len(before.prompts) + before.left_out,
+                "attacked": len(attacked),
+                "still": int(before.pre.sum()),
+            },
+        )
+        attempts = {
+            i: Attempt(before.prompts[i], before.seeds[i], True, True)
+            for i in rows
+            if i not in attacked
+        }
+        batch: dict[str, Any] = {"attempts": [], "curve": [], "cost": {}, "seconds": 0.0}
+        memory: dict[str, Any] = {"rounds": 0, "used_up": False}
+        if attacked:
+            scene = self._scene(model, before, attacked)
+            attack: Attack = self.protocol.build()
+            self.progress(what, 0, budget.rounds)
+            referee = RecordingReferee(
+                self.judge,
+                attribute,
+                value=value,
+                victim=model,
+                folder=folder,
+                clean=before.clean_images[attacked],
+                budget=budget,
+                tell=lambda count, total, note: self.progress(what, count, total, note),
+            )
+            batch, memory = referee.play(attack, scene, lambda n: None), referee.memory
+        pairs = zip(attacked, batch["attempts"], strict=True)
+        attempts |= {i: Attempt(**attempt) for i, attempt in pairs}
+        return PlayedAttack(
+            [attempts[i] for i in rows],
+            curve=batch["curve"],
+            cost=batch["cost"],
+            guidance=guidance,
+            rounds=memory["rounds"],
+            seconds=batch["seconds"],
+            is_budget_used_up=memory["used_up"],
+        )
+
+    def campaign(self, model: Model, played: PlayedAttack) -> Campaign:
+        """Return the results of an attack on a model as those of `concept-eraser attack`."""
+        models = {"victim": model, "original": self.original}
+        n = sum(not attempt.pre for attempt in played.attempts)
+        return Campaign(
+            protocol=self.protocol.as_dict(),
+            models={
+                name: f"{one.source} ({generate.model_fingerprint(one)})"
+                for name, one in models.items()
+            },
+            attempts=played.attempts,
+            curves=[played.curve],
+            cost={f"{unit} a prompt": round(count / n, 1) for unit, count in played.cost.items()},
+            seconds=played.seconds,
+            environment=provenance.describe(),
+        )
+
+    def _require_prompts(self, before: AttackStart, attacked: Sequence[int]) -> None:
+        if not attacked:
+            (value,) = self.protocol.suite.concept.values()
+            n = len(before.prompts)
+            raise UserError(
+                f"nothing to attack: of {n + before.left_out} prompts the original shows "
+                f"{value!r} for {n}, and the erased model still shows it for "
+                f"{int(before.pre.sum())} of these without any attack"
+            )
+
+    def _scene(self, model: Model, before: AttackStart, rows: Sequence[int]) -> Scene:
+        """Return the prompts to attack. For these the original shows the concept."""
+        protocol = self.protocol
+        (value,) = protocol.suite.concept.values()
+        texts, concept_texts = (
+            [column[i] for i in rows] for column in (before.prompts, before.concept_prompts)
+        )
+        sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
+        return Scene(
+            model,
+            self.original,
+            prompts=texts,
+            concept_prompts=concept_texts,
+            concept=protocol.word or value,
+            seeds=[before.seeds[i] for i in rows],
+            targets=runner.encode(self.original, before.concept_images[rows]),
+            seed=provenance.derive_seed(protocol.seed, "demo"),
+            root=protocol.seed,
+            corpus=before.concept_prompts,
+            memory=None,
+            sampling=before.sampling_of(rows[0], sampling),
+            others=runner.retain_prompts(protocol.suite),
+        )
+
+
+def run_attack(spec: dict[str, Any], progress: Progress) -> None:
+    """Attack a run, and its controls.
+
+    spec: run, folder, suite, attack, options, n, seed, rounds, seconds, base, and maybe controls.
+
+    A control that cannot be compared with the run is left out. found.json states the reason. Raises
+    UserError if the attack cannot work on this run, or there is no prompt to attack.
     """
     folder = Path(spec["folder"])
     output_folder.claim(folder, "attack")
@@ -134,88 +350,51 @@ def run_attack(spec: dict[str, Any], progress: Progress) -> None:
     original.configure(victim.configured())
     judge = protocol.suite.build_judge()
     runner.require_possible(protocol, judge, victim, original)
-    onto_gpu(victim, original)
-    scene, clean = _scene(
-        protocol, victim, original=original, judge=judge, folder=folder, progress=progress
+    controls, left_out = _controls(spec.get("controls", ()), protocol, judge, original)
+    onto_gpu(victim, original, *(control.model for control in controls))
+    attack, budget = (
+        DemoAttack(protocol, original, judge, progress),
+        Budget(spec["rounds"], spec["seconds"]),
     )
-    ((attribute, value),) = protocol.suite.concept.items()
-    progress("attacking", 0, spec["rounds"])
-    referee = RecordingReferee(
-        judge,
-        attribute,
-        value=value,
-        victim=victim,
-        folder=folder,
-        clean=clean,
-        budget=(spec["rounds"], spec["seconds"]),
-        tell=lambda count, total, note: progress("attacking", count, total, note),
-    )
-    attack: Attack = protocol.build()
-    end_reason = "every prompt succeeded"
-    try:
-        referee.play(attack, scene, lambda n: None)
-        if scene.alive.any():
-            end_reason = "the attack ended before its budget"
-    except BudgetUsedUp:
-        end_reason = (
-            "the budget is used up"
-            if len(referee.memory["broken"]) < len(scene.prompts)
-            else end_reason
+    played = attack.play(victim, folder, budget=budget)
+    write_json(folder / "found.json", played.summary())
+    if not controls and not left_out:
+        return
+    campaign = attack.campaign(victim, played)
+    comparisons = []
+    for number, control in enumerate(controls, 1):
+        name = controlled.FOLDER if number == 1 else f"{controlled.FOLDER}_{number}"
+        on_control = attack.play(
+            control.model,
+            folder / name,
+            budget=budget.of_control(played),
+            guidance=played.guidance,
+            what=f"attacking control {number} of {len(controls)}",
         )
-    summary = {
-        "ended": end_reason,
-        "broken": len(referee.memory["broken"]),
-        "n": len(scene.prompts),
-        "cost": scene.cost,
-    }
-    write_json(folder / "found.json", summary)
+        other = attack.campaign(control.model, on_control)
+        comparison = controlled.compare(protocol, campaign, other, control.record)
+        # relearning savings need the attack's own number of steps as the budget
+        comparisons.append(replace(comparison, savings={}))
+    content = replace(campaign, controls=comparisons).as_dict()
+    against_controls = {"control": content["control"]} if comparisons else {}
+    summary = {"protocol": {"attack": spec["attack"]}, "left_out": left_out}
+    write_json(folder / "found.json", played.summary() | summary | against_controls)
 
 
-def _scene(
-    protocol: runner.Protocol,
-    victim: Model,
-    original: Model,
-    judge: Any,
-    folder: Path,
-    progress: Progress,
-) -> tuple[Scene, Tensor]:
-    """Return the prompts to attack, and the victim's images of them.
-
-    For these prompts the original shows the concept and the victim does not. They have one
-    guidance, since they are attacked at once: the one of most prompts.
-    """
-    sampling = generate.Sampling(**protocol.suite.sampling.model_dump())
-    value = next(iter(protocol.suite.concept.values()))
-    before = runner.draw_start(protocol, judge, victim, original, progress=progress)
-    n, successes = len(before.prompts), int(before.pre.sum())
-    rows = [i for i in range(n) if not before.pre[i]]
-    total = n + before.left_out
-    if not rows:
-        raise UserError(
-            f"nothing to attack: of {total} prompts the original shows {value!r} for "
-            f"{n}, and the erased model still shows it for {successes} of these without any "
-            "attack"
-        )
-    rows = max(runner.batches_of(before, rows, size=len(rows), sampling=sampling).values(), key=len)
-    write_json(folder / "asked.json", {"asked": total, "attacked": len(rows), "still": successes})
-    texts, concept_texts = (
-        [column[i] for i in rows] for column in (before.prompts, before.concept_prompts)
-    )
-    seeds = [before.seeds[i] for i in rows]
-    latents = runner.encode(original, before.concept_images[rows])
-    scene = Scene(
-        victim,
-        original,
-        prompts=texts,
-        concept_prompts=concept_texts,
-        concept=protocol.word or value,
-        seeds=seeds,
-        targets=latents,
-        seed=provenance.derive_seed(protocol.seed, "demo"),
-        root=protocol.seed,
-        corpus=before.concept_prompts,
-        memory=None,
-        sampling=before.sampling_of(rows[0], sampling),
-        others=runner.retain_prompts(protocol.suite),
-    )
-    return scene, before.clean_images[rows]
+def _controls(
+    sources: Sequence[str], protocol: runner.Protocol, judge: Any, original: Model
+) -> tuple[list[NeverLearned], list[str]]:
+    """Load the controls of the page. Returns those that fit the run, and why the others do not."""
+    controls, reasons = [], []
+    for source in sources:
+        try:
+            model = api.load(source, base=original)
+            if model.family == original.family:
+                model.configure(original.configured())
+            control = NeverLearned(model, read_record(source))
+            control.require_comparable(original, protocol.suite.concept, protocol.prompts().texts)
+            runner.require_possible(protocol, judge, model, original)
+            controls.append(control)
+        except UserError as error:
+            reasons.append(str(error))
+    return controls, reasons

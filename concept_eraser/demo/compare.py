@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from concept_eraser.demo import image_html, presets, safety
-from concept_eraser.demo.context import Desk, alert, error_text
+from concept_eraser.demo.context import Desk, alert, error_text, quiet
 from concept_eraser.demo.state import BUNDLED, ImageSettings, Options
 from concept_eraser.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from concept_eraser.evaluation.never_learned import NeverLearned
 
 START = "a red star"
 LADDER = (0.25, 0.5, 0.75, 1.0)
@@ -87,18 +90,25 @@ class ComparisonSettings:
 
 @dataclass(frozen=True)
 class ColumnRequest:
-    """One column to generate: a run at a strength, or a base model if `run` is None."""
+    """One column to generate: a run at a strength, a control, or a base model without these."""
 
     title: str
     run: str | None
     base: str
     strength: float = 1.0
     options: Options = ()
+    control: str | None = None
 
 
-def column_requests(desk: Desk, settings: ComparisonSettings, ladder: bool) -> list[ColumnRequest]:
-    """List the columns: each base once, followed by its runs; or one run at rising strengths."""
+def column_requests(
+    desk: Desk, settings: ComparisonSettings, ladder: bool
+) -> tuple[list[ColumnRequest], list[str]]:
+    """List the columns: each base once, followed by its runs; or one run at rising strengths.
+
+    The controls of the base stand behind its runs. Returns the columns, and why a base has none.
+    """
     library = desk.library
+    reasons: list[str] = []
     runs = settings.runs[:1] if ladder else settings.runs
     for name in runs:
         library.load_change(name)  # raise errors before any image is generated
@@ -131,7 +141,62 @@ def column_requests(desk: Desk, settings: ComparisonSettings, ladder: bool) -> l
                         options=options,
                     )
                 )
-    return columns
+        concepts = _concepts(desk, [name for name in runs if origins[name] == (base, options)])
+        controls, unfit = _controls(desk, base, concepts)
+        columns += [
+            ColumnRequest(title, None, base, options=options, control=control)
+            for title, control in controls
+        ]
+        reasons += [] if controls else unfit
+    return columns, list(dict.fromkeys(reasons))
+
+
+def _concepts(desk: Desk, runs: Sequence[str]) -> list[tuple[str, str]]:
+    """List the attribute and value of the concepts that runs erased, as far as they are known."""
+    return [
+        concept
+        for name in runs
+        if (recipe := desk.library.recipe(name)) and (concept := presets.concept_of(recipe))
+    ]
+
+
+def _controls(
+    desk: Desk, base: str, concepts: Sequence[tuple[str, str]]
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """List the controls that never learned one of the concepts, and why the others are left out.
+
+    A control with a record is named by what it never learned.
+    """
+    controls: list[tuple[str, str]] = []
+    titles: list[str] = []
+    reasons = []
+    for source in desk.library.controls:
+        try:
+            control = desk.library.never_learned(base, source)
+            _require_without_one_of(control, concepts)
+        except UserError as error:
+            reasons.append(str(error))
+            continue
+        without = control.record.get("without", {}).values()
+        values = [value for some in without for value in some]
+        title = " ".join(["never learned", " or ".join(values)]).strip()
+        titles.append(title)
+        number = titles.count(title)
+        controls.append((title if number == 1 else f"{title} ({number})", source))
+    return controls, reasons
+
+
+def _require_without_one_of(control: NeverLearned, concepts: Sequence[tuple[str, str]]) -> None:
+    """Raise UserError if the record says that a control was trained on each of the concepts."""
+    errors = []
+    for attribute, value in concepts:
+        try:
+            control.require_without(attribute, value)
+            return
+        except UserError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def draw(
@@ -146,16 +211,13 @@ def draw(
     """
     settings = settings.check()
     desk.library.start()
-    requests = column_requests(desk, settings, ladder)
+    requests, reasons = column_requests(desk, settings, ladder)
     seeds = range(settings.first, settings.first + settings.seeds)
     image_settings = [
         ImageSettings(settings.prompt, seed, settings.steps, settings.guidance) for seed in seeds
     ]
-    concepts = [
-        c
-        for name in dict.fromkeys(column.run for column in requests if column.run)
-        if (r := desk.library.recipe(name)) and (c := presets.concept_of(r))
-    ]
+    names = dict.fromkeys(column.run for column in requests if column.run)
+    concepts = _concepts(desk, list(names))
     columns = []
     for k, column in enumerate(requests):
 
@@ -173,9 +235,10 @@ def draw(
             tell=tell,
             base=column.base,
             options=column.options,
+            control=column.control,
         )
         facts = {
-            "model": column.run or column.base,
+            "model": column.run or column.control or column.base,
             "base": column.base,
             "strength": column.strength if column.run else 0,
             "steps": settings.steps,
@@ -189,11 +252,14 @@ def draw(
                 images,
                 judgements=judgements,
                 settings=[{**facts, "seed": s} for s in seeds],
-                before=column.run is None,
+                before=column.run is None and column.control is None,
             )
         )
-    return _summary(columns, concepts) + image_html.comparison(
-        columns, [str(seed) for seed in seeds]
+    notes = "".join(quiet(f"without a never-learned model: {reason}") for reason in reasons)
+    return (
+        _summary(columns, concepts)
+        + notes
+        + image_html.comparison(columns, [str(seed) for seed in seeds])
     )
 
 

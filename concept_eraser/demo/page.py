@@ -286,6 +286,7 @@ def serve(
     browser: bool,
     ready: Any,
     names: Sequence[str] = (),
+    controls: Sequence[str] = (),
 ) -> None:
     """Serve the page until Ctrl-C. Jobs are stopped so that they can be resumed.
 
@@ -299,10 +300,12 @@ def serve(
         browser: whether to open a browser.
         ready: called with the page's address.
         names: further names of the page's host, as NAME or NAME:PORT.
+        controls: models that never learned the concept, beside the runs.
 
     Raises:
-        UserError: a path is not a run, this machine does not have the address, the port is in use,
-            or others can reach the page and it has no password.
+        UserError: a path is not a run, a control cannot be loaded or compared with an original,
+            this machine does not have the address, the port is in use, or others can reach the page
+            and it has no password.
     """
     safety.require_account(host, auth)
     require_address(host)
@@ -318,7 +321,7 @@ def serve(
         from concept_eraser.utils.errors import UserError
 
         Image.MAX_IMAGE_PIXELS = safety.PIXELS  # an uploaded image is decoded in memory
-        desk = Desk(Library(runs, run_paths, before))
+        desk = Desk(Library(runs, run_paths, before, controls=controls))
         page = build(desk).queue(max_size=100)
         import gradio as gr
 

@@ -171,7 +171,8 @@ def _control_text(folder: Path) -> str:
     except OSError:
         names = []
     files = [folder / "evaluation.json"]
-    files += [folder / "attacks" / name / "attack.json" for name in names]
+    for name in names:
+        files += [folder / "attacks" / name / file for file in ("attack.json", "found.json")]
     return ", ".join(text for path in files if (text := _facts(path)[3]))
 
 

@@ -1,7 +1,7 @@
 """The models and images in the memory of the page.
 
 Each base is loaded once. Of an erased model only the changed tensors are in memory. The latest
-images are cached.
+images are cached. A control, a model that never learned the concept, is one more model of its base.
 
 Images at strength s use the weights `original + s * (erased - original)`. At 0 no weight is
 touched, and at 1 the erased values are copied. Both ends are therefore bit-equal to the models
@@ -16,19 +16,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from concept_eraser.demo import presets, safety
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_tensor_header, read_tensors
 from concept_eraser.utils.errors import Interrupted, UserError, quote, unknown
 
+if TYPE_CHECKING:
+    from concept_eraser.evaluation.never_learned import NeverLearned
+
 IMAGE_TARGETS = ("denoiser", "text_encoder")  # targets whose runs generate images
 IMAGE_CACHE_BYTES = 128 * 2**20  # size of the image cache in bytes
-BASES = 3  # models in memory, including the bundled one
+BASES = 3  # models in memory, including the bundled one and the controls
 CHANGE_CACHE_BYTES = 4 * 2**30  # size of the cache of the runs' tensors in bytes, the latest runs
 BUNDLED = "tiny-sd"
+TEST_PROMPT = "a red star"  # a control must tokenise it as its base does
 Options = tuple[tuple[str, float], ...]  # options of a model's family, by name
+ModelKey = str | tuple[str, str]  # a base, or a base and its control
 StepProgress = Callable[[int, int], None]  # finished sampler steps, total sampler steps
 
 
@@ -59,23 +64,31 @@ class Library:
     """
 
     def __init__(
-        self, runs: Path, run_paths: Sequence[str] = (), before: str | None = None
+        self,
+        runs: Path,
+        run_paths: Sequence[str] = (),
+        before: str | None = None,
+        controls: Sequence[str] = (),
     ) -> None:
-        """Check the runs of the command line.
+        """Check the runs and the controls of the command line.
 
         Args:
             runs: The runs folder.
             run_paths: Run folders, or results of another eraser.
             before: The original model of results of another eraser.
+            controls: Models that never learned the concept.
 
         Raises:
-            UserError: A path is neither a run folder nor another result with `before`.
+            UserError: A path is neither a run folder nor another result with `before`. Or a control
+                cannot be loaded, or differs from every original in more than its denoiser.
         """
-        self.runs, self.before = runs, before
+        self.runs, self.before, self.controls = runs, before, tuple(controls)
         self._run_paths = _shortest_names(run_paths)
-        self._bases: OrderedDict[str, Any] = OrderedDict()
+        self._bases: OrderedDict[ModelKey, Any] = OrderedDict()
         # the family options of a base after its loading
-        self._base_options: dict[str, dict[str, Any]] = {}
+        self._base_options: dict[ModelKey, dict[str, Any]] = {}
+        # why a control cannot be compared with runs of a base
+        self._unfit_controls: dict[ModelKey, str] = {}
         self._cached_runs: OrderedDict[str, tuple[float, WeightChange]] = OrderedDict()
         self._images: OrderedDict[tuple, Any] = OrderedDict()
         self._lock, self._stop = threading.RLock(), threading.Event()
@@ -86,6 +99,20 @@ class Library:
                     f"{path} is no run folder (it has no recipe.yaml); for a file or "
                     "folder of another eraser, give the original model with --before"
                 )
+        for control in self.controls:
+            self._require_original(control)
+
+    def _require_original(self, control: str) -> None:
+        """Raise UserError if a control fits none of the originals."""
+        bases = [self.before or BUNDLED, *self.bases_of(self.finished_runs())]
+        reasons = []
+        for base in dict.fromkeys(bases):
+            try:
+                self.never_learned(base, control)
+                return
+            except UserError as error:
+                reasons.append(str(error))
+        raise UserError("; ".join(dict.fromkeys(reasons[:3])))
 
     def folders(self) -> dict[str, Path]:
         """Return the run folders by name, finished or not.
@@ -163,25 +190,64 @@ class Library:
         recipe = self.recipe(name) if name else None
         return tuple(sorted(recipe.model_options.items())) if recipe else ()
 
-    def model(self, source: str) -> Any:
-        """Load a base model, with a cache of BASES models. Raises UserError if its name is code."""
+    def model(self, source: str, control: str | None = None) -> Any:
+        """Load a base model or one of its controls, with a cache of BASES models.
+
+        Args:
+            source: The base.
+            control: A control, which must differ from the base in its denoiser only.
+
+        Raises:
+            UserError: A name is code, or the control has other parts than the base.
+        """
+        key = source if control is None else (source, control)
         if safety.names_code(source):
             raise UserError(
                 f"{quote(source, 80)} names code, and the page runs no code that a recipe names"
             )
         with self._lock:
-            if source not in self._bases:
-                others = [name for name in self._bases if name != BUNDLED]
-                for name in others[: max(0, len(self._bases) + 1 - BASES)]:
-                    del self._bases[name], self._base_options[name]
+            if key in self._unfit_controls:
+                raise UserError(self._unfit_controls[key])
+            if key not in self._bases:
                 from concept_eraser import api
                 from concept_eraser.models.base import onto_gpu
 
-                self._bases[source] = api.load(source)
-                self._base_options[source] = self._bases[source].configured()
-                onto_gpu(self._bases[source])
-            self._bases.move_to_end(source)
-            return self._bases[source]
+                base = None if control is None else self.model(source)
+                others = [name for name in self._bases if name != BUNDLED]
+                for name in others[: max(0, len(self._bases) + 1 - BASES)]:
+                    del self._bases[name], self._base_options[name]
+                if control is None:
+                    model = api.load(source)
+                    options = model.configured()
+                else:
+                    options = self._base_options[source]
+                    base.configure(options)
+                    model = self._load_control(control, base, source)
+                self._bases[key], self._base_options[key] = model, options
+                onto_gpu(model)
+            self._bases.move_to_end(key)
+            return self._bases[key]
+
+    def _load_control(self, control: str, base: Any, source: str) -> Any:
+        """Load a control with the options of its base. Raises UserError if the two differ."""
+        from concept_eraser import api
+        from concept_eraser.evaluation.never_learned import NeverLearned
+
+        model = api.load(control, base=base)
+        if model.family == base.family:
+            model.configure(base.configured())
+        try:
+            NeverLearned(model, {}).require_equal_parts(base, [TEST_PROMPT])
+        except UserError as error:
+            self._unfit_controls[source, control] = str(error)
+            raise
+        return model
+
+    def never_learned(self, source: str, control: str) -> NeverLearned:
+        """Load a control of a base, and its record. Raises UserError as `model`."""
+        from concept_eraser.evaluation.never_learned import NeverLearned, read_record
+
+        return NeverLearned(self.model(source, control), read_record(control))
 
     def load_change(self, name: str) -> WeightChange:
         """Load the change of a run, with a cache.
@@ -247,8 +313,9 @@ class Library:
         tell: StepProgress | None = None,
         base: str | None = None,
         options: Options | None = None,
+        control: str | None = None,
     ) -> Any:
-        """Generate images with a run at some strength, or with its base, and cache them.
+        """Generate images with a run at some strength, its base or a control, and cache them.
 
         Args:
             name: The run. None for the base.
@@ -257,6 +324,7 @@ class Library:
             tell: Called with the finished and the total sampler steps.
             base: The base (default: the original model of the run).
             options: The options of the model's family (default: those of the run's recipe).
+            control: A control of the base, in place of the base itself.
 
         Returns:
             The images [n, h, w, 3] uint8.
@@ -269,8 +337,9 @@ class Library:
         changes = self.load_change(name) if name is not None and strength > 0 else None
         source = self.base_of(name) if base is None else base
         options = self.options_of(name) if options is None else options
+        model_key = source if control is None else (source, control)
         keys: list[tuple] = [
-            (source, name if changes else None, strength if changes else 0.0, options, image)
+            (model_key, name if changes else None, strength if changes else 0.0, options, image)
             for image in image_settings
         ]
         stamp = (
@@ -280,10 +349,10 @@ class Library:
         )
         with self._lock:
             keys = [(*key, stamp) for key in keys] if changes else keys
-            model = self.model(source)
+            model = self.model(source, control)
             missing_rows = [i for i, key in enumerate(keys) if key not in self._images]
             if missing_rows:
-                model.configure({**self._base_options[source], **dict(options)})
+                model.configure({**self._base_options[model_key], **dict(options)})
                 with _apply_change(model, changes, strength):
                     new_images = self._sample(
                         model, [image_settings[i] for i in missing_rows], tell
@@ -331,7 +400,8 @@ class Library:
     def drop(self, name: str) -> None:
         """Remove a run's tensors and images from memory, and its base if no other run needs it.
 
-        Its folder is not changed. Raises UserError if there is no such run.
+        The base's controls go with it. The run's folder is not changed. Raises UserError if there
+        is no such run.
         """
         base = self.base_of(name)
         with self._lock:
@@ -340,9 +410,11 @@ class Library:
             for key in [key for key in self._images if key[1] == name]:
                 del self._images[key]
             if base != BUNDLED and all(self.base_of(other) != base for other in self._cached_runs):
-                self._bases.pop(base, None)
-                self._base_options.pop(base, None)
-                for key in [key for key in self._images if key[0] == base]:
+                model_keys: list[ModelKey] = [base, *((base, control) for control in self.controls)]
+                for model_key in model_keys:
+                    self._bases.pop(model_key, None)
+                    self._base_options.pop(model_key, None)
+                for key in [key for key in self._images if key[0] in model_keys]:
                     del self._images[key]
 
     def memory_use(self) -> dict[str, int]:

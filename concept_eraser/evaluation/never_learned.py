@@ -52,8 +52,21 @@ class NeverLearned:
             prompts: the prompts, which both must tokenise alike.
 
         Raises:
-            UserError: tokens, text encoder, latents or predictions of the two differ, or the record
-                says that the control was trained on the concept.
+            UserError: as `require_equal_parts` and `require_without`.
+        """
+        self.require_equal_parts(original, prompts)
+        ((attribute, value),) = concept.items()
+        self.require_without(attribute, value)
+
+    def require_equal_parts(self, original: Model, prompts: Sequence[str]) -> None:
+        """Check that all parts except the denoiser are those of the original.
+
+        Args:
+            original: the model before an erasure.
+            prompts: the prompts, which both must tokenise alike.
+
+        Raises:
+            UserError: tokens, text encoder, latents or predictions of the two differ.
         """
         differences = _differences(self.model, original, prompts)
         if differences:
@@ -62,7 +75,9 @@ class NeverLearned:
                 f"{', '.join(differences)}; give a control that was trained with the tokenizer, "
                 "text encoder and VAE of the original"
             )
-        ((attribute, value),) = concept.items()
+
+    def require_without(self, attribute: str, value: str) -> None:
+        """Raise UserError if the record says that the control was trained on a concept."""
         if self.record and value not in self.record.get("without", {}).get(attribute, ()):
             raise UserError(
                 f"the control {self.model.source} was trained on images of {attribute}={value} "

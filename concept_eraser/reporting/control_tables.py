@@ -12,6 +12,8 @@ from concept_eraser.evaluation.base import is_share
 from concept_eraser.evaluation.statistics import interval_text
 from concept_eraser.reporting.run_results import interval
 
+EXCESS_COLUMNS = ("control", "compared", "erased %", "never learned %", "excess, points", "n")
+
 
 @dataclass(frozen=True)
 class ControlTable:
@@ -113,8 +115,8 @@ def points_text(values: Mapping[str, Any]) -> str:
 def excess_rows(attack: Mapping[str, Any]) -> list[list[str]]:
     """Return the excess recovery of an attack, from an attack.json. Empty without a control.
 
-    The cells are the control's name, what is compared ("attack success", or "worst case" and the
-    families of a cascade), the victim's rate, the control's, the excess in points, and n.
+    The cells are those of EXCESS_COLUMNS. What is compared is "attack success", or "worst case" and
+    the families of a cascade.
     """
     rows = []
     for control in attack.get("control", {}).get("models", ()):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from concept_eraser.evaluation.suite import dumps
-from concept_eraser.reporting import comparison_plots, html, plots
+from concept_eraser.reporting import comparison_plots, control_tables, html, plots
 from concept_eraser.reporting.control_tables import excess_rows, savings_rows
 from concept_eraser.reporting.galleries import Album, ImageRenderer
 from concept_eraser.reporting.html import Figure, figures
@@ -21,16 +21,7 @@ from concept_eraser.reporting.ranking import (
 from concept_eraser.reporting.run_results import Entry, family_of, interval, labels, read_record
 from concept_eraser.utils import rendering
 
-EXCESS_COLUMNS = (
-    "attack",
-    "run",
-    "control",
-    "compared",
-    "erased %",
-    "never learned %",
-    "excess, points",
-    "n",
-)
+EXCESS_COLUMNS = ("attack", "run", *control_tables.EXCESS_COLUMNS)
 SAVINGS_COLUMNS = ("attack", "run", "control", "steps erased / never learned")
 
 

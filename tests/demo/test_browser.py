@@ -477,3 +477,30 @@ def test_thirty_clients_at_once(server: Server, monkeypatch: pytest.MonkeyPatch)
         f"30 clients: {[round(s, 1) for s in seconds]} s a round, "
         f"{[round(s) for s in sizes]} MB; first page {server.seconds:.1f} s"
     )
+
+
+@needs_browser
+def test_a_control_has_a_column_a_slider_and_the_links_of_the_page(
+    browser: Any, server: Server, tmp_path: Path
+) -> None:
+    shutil.copytree(server.folder / "runs" / "star", tmp_path / "runs" / "star")
+    second = Server(tmp_path, "--control", "tiny-sd-without-star")
+    try:
+        for page in _page(browser, second, WIDE):
+            heads = page.locator("#shown .ce-head")
+            assert heads.all_inner_texts() == ["before", "star", "never learned star"]
+            assert len(set(sources(page))) == 6
+            assert page.locator(".ce-ends").inner_text().split("\n") == ["before", "star"]
+            page.locator('#shown button[onclick^="cePick(this,0,2"]').first.click()
+            assert "never learned star" in page.locator(".ce-ends").inner_text()
+            assert "never learned star" in page.locator(".ce-summary").inner_text()
+            link = page.locator("#link a").get_attribute("href")
+            assert "control" not in link
+            images = sources(page)
+            page.goto(second.url + link)
+            page.wait_for_selector(".ce-slider")
+            assert sources(page) == images
+            open_tab(page, "Attack")
+            assert "never learned the concept" in page.locator("#tab-attack").inner_text()
+    finally:
+        second.close()

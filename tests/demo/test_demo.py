@@ -25,6 +25,7 @@ from PIL import Image
 from concept_eraser import api
 from concept_eraser.demo import (
     attack,
+    attack_job,
     compare,
     erase,
     figures,
@@ -38,9 +39,11 @@ from concept_eraser.demo import (
 )
 from concept_eraser.demo.context import Desk, job_list, minutes
 from concept_eraser.demo.state import ImageSettings, Library
+from concept_eraser.evaluation.attacks import excess
 from concept_eraser.evaluation.nudity import Detection
 from concept_eraser.models.base import moments, to_pixels
 from concept_eraser.recipes import recipe
+from concept_eraser.reporting import control_tables
 from concept_eraser.utils.errors import Interrupted, UserError
 from tests.conftest import short
 from tests.processes import DemoWorker
@@ -464,6 +467,170 @@ def test_the_page_shows_the_progress_of_an_attack(desk: Desk) -> None:
     rows = [json.loads(line) for line in (job.folder / "rounds.jsonl").read_text().splitlines()]
     assert 1 <= len(rows) <= 2
     assert "best so far" in attack.progress_html(desk, job)
+
+
+def saved(model: Any, folder: Path) -> str:
+    """Save a whole model in fp32, so that nothing is rounded, and return its folder."""
+    model.pipeline.save_pretrained(folder)
+    return str(folder)
+
+
+def test_compare_has_a_column_of_a_control_at_the_same_seeds(runs: Path) -> None:
+    control = "tiny-sd-without-star"
+    desk, plain = Desk(Library(runs, controls=[control])), Desk(Library(runs))
+    settings = compare.ComparisonSettings("a red star", ("star",), steps=2, seeds=2)
+    try:
+        html, without = compare.draw(desk, settings), compare.draw(plain, settings)
+        ladder = compare.draw(desk, settings, ladder=True)
+        images = desk.library.draw(None, SETTINGS, control=control)
+        requests, _ = compare.column_requests(desk, settings, ladder=False)
+    finally:
+        desk.jobs.close()
+        plain.jobs.close()
+    assert [request.title for request in requests] == ["before", "star", "never learned star"]
+    model = api.load(control)
+    expected = model.sample(["a red star"] * 2, seeds=[0, 1], steps=2, guidance=5.0)
+    assert torch.equal(images, expected)
+    shown = sum(label == "star" for label in image_html._judge().classify(expected)["shape"])
+    assert f"<b>never learned star</b> {shown} of 2" in html
+    for image, seed in zip(expected, (0, 1), strict=True):
+        facts = {"model": control, "base": "tiny-sd", "strength": 0, "seed": seed}
+        facts |= {"steps": 2, "guidance": 5.0, "prompt": "a red star"}
+        assert image_html.uri(image_html.png(image.numpy(), facts)) in html
+    assert "cePick(this,0,2,1)" in html  # the control has a button for the slider
+    assert '<span class="ce-right">star</span>' in html  # the slider begins with the run
+    assert "never learned star" in ladder
+    assert ladder.count('role="columnheader" class="ce-head"') == 2 + len(compare.LADDER)
+    assert "never" not in without
+    assert without.count("<figure") == html.count("<figure") - 2 == 4
+    assert (
+        settings.query()
+        == compare.ComparisonSettings.read(dict(parse_qsl(settings.query())), ["star"]).query()
+    )
+
+
+def test_a_control_that_was_trained_on_the_concept_has_no_column(runs: Path) -> None:
+    desk = Desk(Library(runs, controls=["tiny-sd-without-heart"]))
+    try:
+        run, none = (
+            compare.draw(desk, compare.ComparisonSettings("a", names, steps=1, seeds=1))
+            for names in (("star",), ())
+        )
+        desk.library.controls = ("tiny-sd-without-heart", "tiny-sd-without-star")
+        both = compare.draw(desk, compare.ComparisonSettings("a", ("star",), steps=1, seeds=1))
+    finally:
+        desk.jobs.close()
+    assert "was trained on images of shape=star" in run
+    assert "never learned heart" not in run
+    assert "never learned heart" in none  # without a run no concept is erased
+    assert "never learned star" in both
+    assert "never learned heart" not in both
+    assert "was trained on" not in both
+
+
+def test_a_control_that_fits_no_original_is_an_error_at_the_start(
+    runs: Path, tmp_path: Path, cli: Any
+) -> None:
+    from tests import families
+
+    other = families.build("sdxl", tmp_path / "sdxl")
+    with pytest.raises(UserError, match=r"differs from tiny-sd in the family \(sdxl, not sd\)"):
+        Library(runs, controls=[str(other)])
+    model: Any = api.load("tiny-sd")
+    with torch.no_grad():
+        next(model.parts["text_encoder"].parameters()).add_(1)
+    with pytest.raises(UserError, match="differs from tiny-sd in the text encoder"):
+        Library(runs, controls=["tiny-sd-without-star", saved(model, tmp_path / "encoder")])
+    result = cli("demo", "--no-browser", "--control", "nothing/here")
+    assert result.returncode == 2
+    assert "nothing/here" in result.stderr
+    assert "the page is at" not in result.stdout
+
+
+def test_models_in_memory_are_bounded_with_controls(runs: Path, tmp_path: Path) -> None:
+    controls = [f"tiny-sd-without-{value}" for value in ("star", "heart", "purple")]
+    library = Library(runs, controls=controls)
+    first = [library.draw(None, SETTINGS, control=control) for control in controls]
+    assert library.memory_use()["bases"] == 3
+    library._images.clear()
+    again = [library.draw(None, SETTINGS, control=control) for control in controls]
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert not torch.equal(first[0], first[1])
+
+
+def test_the_attack_on_a_control_is_the_same_attack(runs: Path, tmp_path: Path) -> None:
+    """On a copy of the run it has the same attempts. The original needs no attack at all."""
+    shutil.copytree(runs / "star", tmp_path / "runs" / "star")
+    copy = saved(api.load(runs / "star"), tmp_path / "copy")
+    controls = [copy, "tiny-sd", "tiny-sd-without-heart"]
+    desk = Desk(Library(tmp_path / "runs", controls=controls))
+    try:
+        job = attack.start(desk, "star", "soft_prompt", 4, 3, 600, 0)
+        wait(desk, job, "done", "failed")
+        html = attack.progress_html(desk, job)
+    finally:
+        desk.jobs.close()
+    assert job.state == "done", job.error
+    content = json.loads((job.folder / "found.json").read_text())
+    (reason,) = content["left_out"]
+    assert "trained on images of shape=star" in reason
+    assert "trained on images of shape=star" in html
+    same, original = content["control"]["models"]
+    rounds = [(job.folder / name / "rounds.jsonl").read_text() for name in ("", "control")]
+    assert _without_seconds(rounds[0]) == _without_seconds(rounds[1])
+    assert sum(row["success"] for row in same["attempts"]) == content["broken"]
+    assert 0 < content["broken"] < content["n"]  # else any two attacks would do
+    assert same["excess"]["asr"]["difference"]["value"] == 0
+    assert all(row["pre"] for row in original["attempts"])
+    assert not (job.folder / "control_2" / "rounds.jsonl").exists()
+    broken = [row["success"] for row in same["attempts"]]
+    assert original["excess"]["asr"] == excess.measure_excess(broken, [True] * len(broken))
+    assert "savings" not in same
+    table = control_tables.excess_rows(content)
+    assert all(cell in html for row in table for cell in row)
+    assert "best on the never-learned model" in html
+    assert results._control_text(tmp_path / "runs" / "star") == "soft_prompt +0.0"
+
+
+def _without_seconds(lines: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in lines.splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def test_an_attack_without_controls_has_the_files_of_before(desk: Desk) -> None:
+    job = attack.start(desk, "star", "random_tokens", 4, 1, 60, 0)
+    wait(desk, job, "done", "failed")
+    assert "controls" not in job.spec
+    content = json.loads((job.folder / "found.json").read_text())
+    assert set(content) == {"ended", "broken", "n", "cost"}
+    assert "never-learned" not in attack.progress_html(desk, job)
+
+
+def test_a_control_has_the_rounds_of_the_victim() -> None:
+    def played(rounds: int, *, is_budget_used_up: bool) -> attack_job.PlayedAttack:
+        return attack_job.PlayedAttack(
+            [],
+            curve=[],
+            cost={},
+            guidance=5.0,
+            rounds=rounds,
+            seconds=0.0,
+            is_budget_used_up=is_budget_used_up,
+        )
+
+    budget = attack_job.Budget(rounds=10, seconds=5.0)
+    assert [budget.is_used_up(*some) for some in ((9, 5.0), (10, 0.0), (1, 5.1))] == [
+        False,
+        True,
+        True,
+    ]
+    late = budget.of_control(played(3, is_budget_used_up=True))  # its time ended after 3 rounds
+    assert not late.is_used_up(2, 99.0)
+    assert late.is_used_up(3, 0.0)
+    early = budget.of_control(played(3, is_budget_used_up=False))  # every prompt succeeded
+    assert not early.is_used_up(2, 99.0)
+    assert not early.is_used_up(9, 5.0)
+    assert early.is_used_up(3, 5.1)
 
 
 def test_a_job_that_fails_says_why_and_the_queue_goes_on(desk: Desk) -> None:
