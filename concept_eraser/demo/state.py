@@ -212,7 +212,7 @@ class Library:
                 from concept_eraser import api
                 from concept_eraser.models.base import onto_gpu
 
-                base = None if control is None else self.model(source)
+                base: Any = None if control is None else self.model(source)
                 others = [name for name in self._bases if name != BUNDLED]
                 for name in others[: max(0, len(self._bases) + 1 - BASES)]:
                     del self._bases[name], self._base_options[name]
