@@ -24,11 +24,11 @@ from torch import Tensor
 from concept_eraser import api
 from concept_eraser.data import generate
 from concept_eraser.data.images import png
+from concept_eraser.demo.controls import load_fitting
 from concept_eraser.evaluation import suite
 from concept_eraser.evaluation.attacks import controlled, runner
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
 from concept_eraser.evaluation.attacks.runner import AttackStart, Attempt, Campaign
-from concept_eraser.evaluation.never_learned import NeverLearned, read_record
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.writers import append_line, write_bytes, write_json
@@ -350,7 +350,14 @@ def run_attack(spec: dict[str, Any], progress: Progress) -> None:
     original.configure(victim.configured())
     judge = protocol.suite.build_judge()
     runner.require_possible(protocol, judge, victim, original)
-    controls, left_out = _controls(spec.get("controls", ()), protocol, judge, original)
+    fitting, left_out = load_fitting(
+        spec.get("controls", ()),
+        original,
+        protocol.suite.concept,
+        protocol.prompts().texts,
+        lambda model: runner.require_possible(protocol, judge, model, original),
+    )
+    controls = list(fitting.values())
     onto_gpu(victim, original, *(control.model for control in controls))
     attack, budget = (
         DemoAttack(protocol, original, judge, progress),
@@ -379,22 +386,3 @@ def run_attack(spec: dict[str, Any], progress: Progress) -> None:
     against_controls = {"control": content["control"]} if comparisons else {}
     summary = {"protocol": {"attack": spec["attack"]}, "left_out": left_out}
     write_json(folder / "found.json", played.summary() | summary | against_controls)
-
-
-def _controls(
-    sources: Sequence[str], protocol: runner.Protocol, judge: Any, original: Model
-) -> tuple[list[NeverLearned], list[str]]:
-    """Load the controls of the page. Returns those that fit the run, and why the others do not."""
-    controls, reasons = [], []
-    for source in sources:
-        try:
-            model = api.load(source, base=original)
-            if model.family == original.family:
-                model.configure(original.configured())
-            control = NeverLearned(model, read_record(source))
-            control.require_comparable(original, protocol.suite.concept, protocol.prompts().texts)
-            runner.require_possible(protocol, judge, model, original)
-            controls.append(control)
-        except UserError as error:
-            reasons.append(str(error))
-    return controls, reasons

@@ -275,6 +275,8 @@ def measure(desk: Desk, run: str, n: Any) -> DemoJob:
         "suite": presets.suite_of(recipe, folder),
         "n": safety.whole_number("images a group", n),
     }
+    if desk.library.controls and recipe.target == "denoiser":
+        spec["controls"] = list(desk.library.controls)
     return desk.jobs.add("measure", f"measuring {run}", spec, folder)
 
 

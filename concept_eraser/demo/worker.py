@@ -11,8 +11,9 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from concept_eraser.demo import safety
 from concept_eraser.storage import output_folder
@@ -21,6 +22,9 @@ from concept_eraser.storage.writers import write_text
 from concept_eraser.utils.collector import collect_less_often
 from concept_eraser.utils.commands import erase_command
 from concept_eraser.utils.errors import Interrupted, UserError
+
+if TYPE_CHECKING:
+    from concept_eraser.evaluation.suite import Suite
 
 
 def say(**report: Any) -> None:
@@ -92,7 +96,10 @@ def measure(spec: dict[str, Any]) -> None:
     place = place_for(folder, protocol, name)
     names = ("evaluation.json", "evaluation.csv.xz", "report.html")
     with output_folder.results(place, "evaluation", names, inside=folder):
-        evaluation = api.evaluate(str(folder), protocol, n=spec["n"], progress=Reporter())
+        controls, left_out = _controls(spec.get("controls", ()), folder, protocol)
+        evaluation = api.evaluate(
+            str(folder), protocol, n=spec["n"], control=controls or None, progress=Reporter()
+        )
         output_folder.claim(place, "evaluation", inside=folder)
         evaluation.save(place / "evaluation.json")
         evaluation.save_outcomes(place / "evaluation.csv.xz")
@@ -102,7 +109,31 @@ def measure(spec: dict[str, Any]) -> None:
     ]
     if reasons and not evaluation.results:
         raise UserError(f"nothing could be measured; {reasons}")
-    say(note=f"not measured: {reasons}" if reasons else "")
+    notes = [f"not measured: {reasons}"] if reasons else []
+    # a page may have controls of several concepts
+    notes += [] if controls else left_out
+    say(note="; ".join(notes)[:1000])
+
+
+def _controls(
+    sources: Sequence[str], folder: Path, protocol: Suite
+) -> tuple[list[str], list[str]]:
+    """Return the controls that can be compared with a run, and why the others cannot."""
+    from concept_eraser import api
+    from concept_eraser.demo.controls import load_fitting
+    from concept_eraser.evaluation import suite as suites
+    from concept_eraser.runs import suite_matching
+
+    recipe = suite_matching.recipe_of(folder)
+    if not sources or recipe is None:
+        return [], []
+    prompts = [
+        text
+        for group in protocol.groups
+        for text in suites.group_prompts(protocol, group).texts
+    ]
+    fitting, left_out = load_fitting(sources, api.load(recipe.model), protocol.concept, prompts)
+    return list(fitting), left_out
 
 
 def attack(spec: dict[str, Any]) -> None:

@@ -126,7 +126,8 @@ def read_record(source: object) -> dict[str, Any]:
     if not path.is_file():
         return {}
     content = read_json(path)
-    if not isinstance(content, dict) or not isinstance(content.get("without", {}), dict):
+    without = content.get("without", {}) if isinstance(content, dict) else None
+    if not isinstance(without, dict) or not all(isinstance(v, list) for v in without.values()):
         raise UserError(f"{path} is damaged, or of another version; train the control again")
     return {key: content[key] for key in _OF_THE_RECORD if key in content}
 
