@@ -330,9 +330,9 @@ DATA = [
     ("eval/*.yaml", "suites", MADE, "Apache-2.0"),
     (
         "studies/published/*",
-        "rows of published leaderboards, each with its source",
+        "rows of published leaderboards and tables, each with its source",
         "read from the named pages; numbers only, no text is copied",
-        "the files: Apache-2.0; the pages: none was read",
+        "the files: Apache-2.0; the pages: as each file states",
     ),
     ("studies/configs/*", "configurations and notes of the studies", MADE, "Apache-2.0"),
     ("docs/*.png", "images of the bundled model, screenshots of the demo", MADE, "Apache-2.0"),
