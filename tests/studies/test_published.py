@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from scipy.stats import hmean
 
 from studies.rendering import published
 from studies.rendering.common import table
+from tests.conftest import ROOT
 from tests.studies.test_leaderboard import LEADERBOARD
 
 BENCHMARKS = {published.short_title(one): one for one in published.benchmarks()}
@@ -226,6 +228,21 @@ def test_the_first_sentence_counts_the_negative_coefficients_that_it_prints() ->
     text = published.verdict([finding(rho=-0.05, tau=0.0, p=1.0)])
     assert text.startswith("**No agreement is shown: none of 1 correlations is significantly ")
     assert ", and 1 is negative.** Spearman's rho lies between -0.05 and -0.05" in text
+
+
+def test_the_explanation_has_the_numbers_of_the_page() -> None:
+    page = (ROOT / "eval/results/tiny_leaderboard.md").read_text()
+    explanation = " ".join((ROOT / "docs/explanation/leaderboard.md").read_text().split())
+    (line,) = re.findall(r"^\*\*No agreement is shown: none of .*$", page, re.MULTILINE)
+    number, negative = re.findall(r"none of (\d+) .* and (\d+) are negative", line)[0]
+    low, high, tables = re.findall(
+        r"tables it lies between (.+) and (.+), with .* in (\d+) ", line
+    )[0]
+    assert f"None of {number} is significantly positive, and {negative} are" in explanation
+    words = {"6": "six"}
+    assert f"their {words[tables]} correlations lie between {low} and {high}" in explanation
+    for title in BENCHMARKS:
+        assert title in explanation
 
 
 def test_tables_that_were_not_read_are_named_with_what_was_found() -> None:
