@@ -269,7 +269,7 @@ def measure(desk: Desk, run: str, n: Any) -> DemoJob:
     folder = desk.library.folder(run)
     safety.require_no_code(recipe)
     safety.require_inside(folder)
-    spec = {
+    spec: dict[str, Any] = {
         "kind": "measure",
         "folder": str(folder),
         "suite": presets.suite_of(recipe, folder),

@@ -115,9 +115,7 @@ def measure(spec: dict[str, Any]) -> None:
     say(note="; ".join(notes)[:1000])
 
 
-def _controls(
-    sources: Sequence[str], folder: Path, protocol: Suite
-) -> tuple[list[str], list[str]]:
+def _controls(sources: Sequence[str], folder: Path, protocol: Suite) -> tuple[list[str], list[str]]:
     """Return the controls that can be compared with a run, and why the others cannot."""
     from concept_eraser import api
     from concept_eraser.demo.controls import load_fitting
@@ -128,9 +126,7 @@ def _controls(
     if not sources or recipe is None:
         return [], []
     prompts = [
-        text
-        for group in protocol.groups
-        for text in suites.group_prompts(protocol, group).texts
+        text for group in protocol.groups for text in suites.group_prompts(protocol, group).texts
     ]
     fitting, left_out = load_fitting(sources, api.load(recipe.model), protocol.concept, prompts)
     return list(fitting), left_out

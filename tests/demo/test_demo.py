@@ -597,6 +597,27 @@ def _without_seconds(lines: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
+def test_measure_has_the_gap_to_retraining(runs: Path, tmp_path: Path) -> None:
+    """A control of another concept is left out. If no control fits, the page says why."""
+    shutil.copytree(runs / "star", tmp_path / "runs" / "star")
+    evaluations, notes = [], []
+    for controls in (["tiny-sd-without-heart", "tiny-sd-without-star"], ["tiny-sd-without-heart"]):
+        desk = Desk(Library(tmp_path / "runs", controls=controls))
+        try:
+            job = results.measure(desk, "star", 2)
+            wait(desk, job, "done", "failed")
+        finally:
+            desk.jobs.close()
+        assert job.state == "done", job.error
+        evaluations.append(json.loads((job.folder / "evaluation.json").read_text()))
+        notes.append(job.note)
+    (model,) = evaluations[0]["control"]["models"]
+    assert "without-star" in model
+    assert "shape=star" not in notes[0]
+    assert "control" not in evaluations[1]
+    assert "was trained on images of shape=star" in notes[1]
+
+
 def test_an_attack_without_controls_has_the_files_of_before(desk: Desk) -> None:
     job = attack.start(desk, "star", "random_tokens", 4, 1, 60, 0)
     wait(desk, job, "done", "failed")

@@ -320,9 +320,10 @@ def test_a_control_with_other_parts_is_refused(shared_tiny, tmp_path: Path) -> N
         retraining.require_comparable([other], shared_tiny, suite)
     retraining.require_comparable([NeverLearned(load("tiny-sd"), {})], shared_tiny, suite)
     assert read_record(tmp_path) == {} == read_record(shared_tiny)
-    (tmp_path / "control.json").write_text("[]")
-    with pytest.raises(UserError, match="damaged"):
-        read_record(tmp_path)
+    for damaged in ("[]", '{"without": "heart"}', '{"without": {"shape": 3}}'):
+        (tmp_path / "control.json").write_text(damaged)
+        with pytest.raises(UserError, match="damaged"):
+            read_record(tmp_path)
 
 
 @pytest.fixture(scope="module")
