@@ -25,7 +25,7 @@ from concept_eraser.exporting.formats import export as export
 from concept_eraser.exporting.hub import push_to_hub as push_to_hub
 from concept_eraser.exporting.merge import merge as merge
 from concept_eraser.exporting.model_card import card as card
-from concept_eraser.models import loading
+from concept_eraser.models import loading, residual_gate
 from concept_eraser.models.base import Loaded, Model, ModelSource
 from concept_eraser.models.families.clip import Clip
 from concept_eraser.models.run_base import RunBase
@@ -304,6 +304,10 @@ def erase(
         )
         loaded_model.configure(job.model_options)
         saved = job.weights_to_save(has_name=source is None and not allow_pickle)
+        if saved == "pipeline":
+            residual_gate.refuse(
+                loaded_model, "write the pipeline of this run (--save changed leaves it out)"
+            )
         disk_estimate.check(job, loaded_model, folder, saved=saved)
         if plan_concepts is not None and isinstance(loaded_model, Model):
             concept_job.require_text_encoder(loaded_model)

@@ -112,7 +112,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ga": {"method": "ga", "forget": {"loss": "ascent"}},
     "a-d": {"method": "a-d", **ASCENT},
 }
-# Closed forms, which take no settings of training or of images.
+# Closed forms and a gate, which take no settings of training or of images.
 EDIT: dict[str, Any] = {
     "model": "tiny-sd",
     "forget": {"prompts": "tiny_star", "anchor": {"shape": "circle"}},
@@ -121,6 +121,7 @@ EDIT: dict[str, Any] = {
 }
 EDITS: dict[str, Any] = {name: name for name in ("rece", "speed", "uce", "mace-cfr")}
 EDITS["oce"] = {"name": "oce", "erase_scale": 100.0, "rank": 8}
+EDITS["cpe"] = {"name": "cpe", "stages": 2, "steps": 5, "adversary_steps": 5, "lr": 1e-3}
 # Edits of a classifier and methods that depend on labelled data.
 CLASSIFIER: dict[str, Any] = {
     "target": "classifier",

@@ -120,6 +120,7 @@ def _objective_lines(recipe: Any) -> list[str]:
 
 def _weights(recipe: Any, model: Any) -> str:
     from concept_eraser.recipes.selections import select
+    from concept_eraser.targets import gate_edit
     from concept_eraser.targets.adapter import add_adapter, file_megabytes
 
     part = model.parts[recipe.target]
@@ -129,6 +130,11 @@ def _weights(recipe: Any, model: Any) -> str:
         sum(parameters[name].numel() for name in names),
         sum(p.numel() for p in parameters.values()),
     )
+    if recipe.method.adds_gate:
+        return (
+            f"trains a gate of {gate_edit.count(recipe, parameters, names):,} numbers on "
+            f"{len(names)} layers, beside {total:,} weights"
+        )
     adapter = add_adapter(recipe, part, names)
     if adapter is None:
         return f"trains {count:,} of {total:,} weights in {len(names)} tensors"

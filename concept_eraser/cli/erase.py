@@ -483,7 +483,11 @@ def run(
     note = "" if finished_run.model else " (finished before; --overwrite repeats it)"
     typer.echo(f"erased in {finished_run.seconds:.0f} s of training{note}; run folder: {folder}")
     evaluate_command = shell_command("evaluate", folder, *options)
-    typer.echo(f"next: {evaluate_command}    ({_weights_note(folder, allow_pickle)})")
+    if recipe_content.method.adds_gate:  # no other program could load it
+        note = f"the gate: {folder / 'weights.safetensors'}"
+    else:
+        note = _weights_note(folder, allow_pickle)
+    typer.echo(f"next: {evaluate_command}    ({note})")
 
 
 def _weights_note(folder: Path, allow_pickle: bool) -> str:

@@ -277,12 +277,20 @@ class Library:
             return cache_entry[1]
 
     def _read(self, name: str, folder: Path) -> WeightChange:
+        from concept_eraser.models import residual_gate
+
         base, weights = self.base_of(name), folder / "weights.safetensors"
         if not _is_file(weights):
             return WeightChange(name, base, self._difference(folder, base))
         part_name = read_tensor_header(weights)[0].get("part", "unet")
         part = {"unet": "denoiser", "transformer": "denoiser"}.get(part_name, part_name)
-        return WeightChange(name, base, {part: read_tensors(weights)})
+        tensors = read_tensors(weights)
+        if any(one.startswith(f"{residual_gate.NAME}.") for one in tensors):
+            raise UserError(
+                f"the run {name} holds a gate beside the weights, which has no strength to change; "
+                "use the commands generate, evaluate and attack"
+            )
+        return WeightChange(name, base, {part: tensors})
 
     def _difference(self, path: Path, base: str) -> dict[str, dict[str, Any]]:
         """Return the tensors of another eraser's model that differ from its base."""

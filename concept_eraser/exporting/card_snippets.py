@@ -23,6 +23,11 @@ def use(recipe: Recipe, folder: Path, repository: str, *, kind: str | None = Non
         model_folder is None or model_folder.name == resources.whole_model("module")
     ):
         return _of_module(recipe, model_folder, repository)
+    if recipe.method.adds_gate:
+        run = f"runs/{folder.resolve().name}"
+        return "Its gate is beside the weights, so the run folder is loaded:\n\n" + _python(
+            f'import concept_eraser\n\nmodel = concept_eraser.load("{run}")'
+        )
     pipe = _python(
         "from diffusers import DiffusionPipeline\n\npipe = "
         f'DiffusionPipeline.from_pretrained("{repository}")\nimage = pipe("a '

@@ -21,7 +21,7 @@ from concept_eraser.exporting import lora_export
 from concept_eraser.exporting.card_snippets import exported_pipeline
 from concept_eraser.exporting.lora_export import LoraRequest
 from concept_eraser.exporting.low_rank import Changes, LayerErrors
-from concept_eraser.models import loading, run_base, single_file
+from concept_eraser.models import loading, residual_gate, run_base, single_file
 from concept_eraser.models.base import Model, require_finite
 from concept_eraser.models.lora_files import DTYPES
 from concept_eraser.models.lora_readers import Ignored
@@ -98,9 +98,9 @@ def export(
         The path, and the rank and errors of a LoRA.
 
     Raises:
-        UserError: the two models do not match, the error of the LoRA is above `max_error`, the
-            block weights are not those of the family, or the output is the place of a run's
-            pipeline and the strength is not 1.
+        UserError: the erasure has a gate, the two models do not match, the error of the LoRA is
+            above `max_error`, the block weights are not those of the family, or the output is the
+            place of a run's pipeline and the strength is not 1.
 
     Example:
         >>> import concept_eraser
@@ -146,6 +146,7 @@ def export(
     after = loading.beside(source, original) if original is not None else None
     if after is None:
         after = loading.load(source, allow_pickle=allow_pickle, base=original or base)
+    residual_gate.refuse(after, f"export --to {to}")
     left_out = (
         set(after.parts) - set(single_file.written_parts(after)) if to == "single-file" else set()
     )

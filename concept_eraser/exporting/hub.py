@@ -98,9 +98,9 @@ def push_to_hub(
         The files, the card, and the address of the commit.
 
     Raises:
-        UserError: the run is unfinished or has no files for `kind`, a name is wrong, there is a
-            `benchmark` but no number, the repository is public in spite of `private`, or the hub
-            cannot be reached or refuses.
+        UserError: the run is unfinished, has a gate or no files for `kind`, a name is wrong, there
+            is a `benchmark` but no number, the repository is public in spite of `private`, or the
+            hub cannot be reached or refuses.
 
     Example:
         >>> import concept_eraser
@@ -114,7 +114,12 @@ def push_to_hub(
     name, commit = hub.split(repository)
     if commit:
         raise UserError(f"{repository} names a revision; give the branch with --revision {commit}")
-    model_card.finished_run(folder)
+    recipe, _ = model_card.finished_run(folder)
+    if recipe.method.adds_gate:
+        raise UserError(
+            f"{folder} holds a gate (the method {recipe.method.name}), which no pipeline of "
+            "diffusers can load, so there is no model for the hub; share the run folder"
+        )
     card = model_card.card(folder, repository=name, license=license, kind=kind)
     left_out: list[str] = []
     uploads = (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from concept_eraser.exporting.formats import differences, require_its_own
 from concept_eraser.exporting.low_rank import Changes
-from concept_eraser.models import loading
+from concept_eraser.models import loading, residual_gate
 from concept_eraser.models.base import Model, require_finite
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.storage.writers import probe, write_folder, write_json
@@ -174,9 +174,12 @@ def _base_of(source: Path) -> str | None:
 def _changes(original: Model, source: str, base: Any, allow_pickle: bool) -> Changes:
     """Return the changes of one erasure.
 
-    Raises UserError if a run differs from `original` in tensors that it did not train.
+    Raises UserError if a run differs from `original` in tensors that it did not train, or has a
+    gate.
     """
-    changes = differences(original, loading.load(source, allow_pickle=allow_pickle, base=base))
+    erased = loading.load(source, allow_pickle=allow_pickle, base=base)
+    residual_gate.refuse(erased, "merge")
+    changes = differences(original, erased)
     require_its_own(Path(source), original, changes)
     return changes
 

@@ -135,7 +135,7 @@ def card(
         "trained": _training_text(recipe),
         "counted": (
             f"{summary['trained_parameters']:,} parameters in {summary['trained_tensors']:,} "
-            f"tensors were {'edited in closed form' if is_edit(recipe) else 'trained'}, in "
+            f"tensors were {_activity(recipe)}, in "
             f"{summary['seconds']:g} s."
         )
         if {"trained_parameters", "trained_tensors"} <= summary.keys()
@@ -176,8 +176,15 @@ def _about(recipe: Recipe) -> str:
 
 
 def is_edit(recipe: Recipe) -> bool:
-    """Whether the method is an edit in closed form, without a loss, images or training."""
+    """Whether the method is an edit, without images and settings of a training."""
     return recipe.method.edits
+
+
+def _activity(recipe: Recipe) -> str:
+    """Say how the counted tensors got their values."""
+    if recipe.method.adds_gate:
+        return "fitted to the texts' states"
+    return "edited in closed form" if is_edit(recipe) else "trained"
 
 
 def finished_run(folder: Path) -> tuple[Recipe, dict[str, Any]]:
@@ -225,7 +232,7 @@ def header(recipe: Recipe, license: str, kind: str | None = None) -> dict[str, A
         fields["license_name"] = "see-base-model"
     if hub.is_id(recipe.model) and not _local(recipe.model):
         fields["base_model"] = hub.split(recipe.model)[0]
-    if recipe.target in recipes.PROMPTED:
+    if recipe.target in recipes.PROMPTED and not recipe.method.adds_gate:
         fields["library_name"] = "diffusers"
     if recipe.target in _TASKS:
         fields["pipeline_tag"] = _TASKS[recipe.target]
@@ -333,11 +340,11 @@ def _retain_data(recipe: Recipe, environment: Mapping[str, Any]) -> str:
 
 def _training_text(recipe: Recipe) -> str:
     selection = recipe.trainable
-    kind = (
-        f"a LoRA of rank {selection.lora.rank}"
-        if selection.lora is not None
-        else "the weights themselves"
-    )
+    kind = "the weights themselves"
+    if selection.lora is not None:
+        kind = f"a LoRA of rank {selection.lora.rank}"
+    if recipe.method.adds_gate:
+        kind = "a gate beside the weights, which stay"
     return f"`{selection.select}` of the {recipe.target.replace('_', ' ')}, {kind}"
 
 

@@ -515,3 +515,87 @@ class ProjectionRequest:
         The layers distinguish two states c and a by (c - a)^T G (c - a).
         """
         return _gram(self.layers.values())
+
+
+class GateEdit(Edit):
+    """An edit that fits a gate beside the keys and values of cross-attention.
+
+    The gate is a module of its own (see models/residual_gate.py). The weights do not change. It is
+    fitted to the states of texts, without images and without the denoiser. Its options `gate_rank`
+    and `rank` give the sizes of the gate.
+    """
+
+    targets: ClassVar[tuple[str, ...] | None] = ("denoiser",)
+    why: ClassVar[str] = "it adds a gate to the layers of a denoiser that read a text"
+    adds_gate: ClassVar[bool] = True
+    gate_rank: int
+    rank: int
+
+    @abstractmethod
+    def edit(self, request: GateRequest) -> Mapping[str, float]:
+        """Fit the gate in place; see `Edit.edit`."""
+
+
+class Gate(Protocol):
+    """A gate, as its fit reads it (see models/residual_gate.py)."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def gated(self, states: Tensor) -> Tensor:
+        """Return [n, tokens, width] or [tokens, width] from states of that shape."""
+        ...
+
+    def addition(self, layer: str, gated: Tensor) -> Tensor:
+        """Return what the output of a layer gets [n, tokens, outputs]."""
+        ...
+
+
+@dataclass(frozen=True)
+class GatedLayer:
+    """A layer of keys or values that has the gate, with the matrices of its attention.
+
+    Attributes:
+        name: The layer's name in the gate.
+        kind: What the layer gives.
+        query: [inner, width of the image].
+        key: [inner, width].
+        value: [inner, width].
+        output: [width of the image, inner].
+    """
+
+    name: str
+    kind: Literal["key", "value"]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """The layer's own matrix [inner, width]."""
+        return self.key if self.kind == "key" else self.value
+
+
+@dataclass(frozen=True)
+class GateRequest:
+    """The states, the layers and a new gate for a `GateEdit`. All tensors are on one device.
+
+    Attributes:
+        gate: The gate, which changes nothing yet.
+        layers: The layers that have it.
+        forget: The states of the concept's prompts [prompts, tokens, width].
+        anchor: The states of their anchors [prompts, tokens, width].
+        retain: The states of the preserved prompts [preserved, tokens, width].
+        empty: The states of the empty prompt [tokens, width].
+        seed: Of all draws.
+        report: Called after each step with the step, their number and a remark.
+    """
+
+    gate: Gate
+    layers: Sequence[GatedLayer]
+    forget: Tensor
+    anchor: Tensor
+    retain: Tensor
+    empty: Tensor
+    seed: int = 0
+    report: Callable[[int, int, str], None] = lambda step, steps, remark: None

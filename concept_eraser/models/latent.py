@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from concept_eraser.models import cross_attention, generation_stages
+from concept_eraser.models import cross_attention, generation_stages, residual_gate
 from concept_eraser.models.base import AncestralStep, Condition, Model, Weights
 from concept_eraser.models.safeguards import Guard, protected_name
 from concept_eraser.models.stored_parts import StoredPart
@@ -260,8 +260,10 @@ class Latent(Model):
     def save(self, folder: Path) -> None:
         """Write a diffusers folder in the precision of the checkpoint.
 
-        Parts that are as in the checkpoint are copies of its files (see `stored_parts`).
+        Parts that are as in the checkpoint are copies of its files (see `stored_parts`). Raises
+        UserError if the denoiser has a gate.
         """
+        residual_gate.refuse(self, "write a pipeline of diffusers")
         folder.mkdir(parents=True, exist_ok=True)
         stored = {
             name: (self.parts[part], self.stored[part])

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from concept_eraser.models import lora_files
+from concept_eraser.models import lora_files, residual_gate
 from concept_eraser.models.base import Loaded, Model
 from concept_eraser.storage.manifest import require_intact
 from concept_eraser.storage.readers import read_json, read_tensor_header, read_tensors
@@ -165,8 +165,10 @@ def apply_changed_tensors(folder: Path, model: Model, *, is_shared: bool = False
     require_intact(file)
     name = read_tensor_header(file)[0].get("part", "unet")
     part = _PARTS.get(name, name)
-    state = model.parts[part].state_dict() if part in model.parts else {}
     tensors = read_tensors(file)
+    if part == "denoiser":
+        residual_gate.attach_stored(model.parts[part], tensors, str(file))
+    state = model.parts[part].state_dict() if part in model.parts else {}
     misfits = [
         name
         for name, value in tensors.items()

@@ -68,6 +68,11 @@ class MethodSpec(BaseModel):
         """Whether the method edits the model without training steps."""
         return hasattr(self.plugin, "edit")
 
+    @property
+    def adds_gate(self) -> bool:
+        """Whether the method adds a module to the denoiser, and leaves its weights."""
+        return bool(getattr(self.plugin, "adds_gate", False))
+
     def build(self) -> Any:
         """Return the method, a `Method` or an `Edit`.
 

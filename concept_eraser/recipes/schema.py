@@ -130,10 +130,13 @@ class RecipeFields(Strict):
         """Return what a run writes of its weights.
 
         has_name: the original can be loaded again by its name. Without this, the default is the
-            whole pipeline, since a LoRA alone could not be put on its original.
+            whole pipeline, since a LoRA alone could not be put on its original. A gate is
+            written alone in any case: no pipeline could hold it.
         """
         if self.save is not None:
             return self.save
+        if self.method.adds_gate:
+            return "changed"
         writes_lora = self.trainable.lora is not None and self.finish is None
         return "lora" if writes_lora and has_name else "pipeline"
 

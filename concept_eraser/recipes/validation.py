@@ -558,6 +558,11 @@ def _split(recipe: RecipeFields) -> None:
 
 def _saved(recipe: RecipeFields) -> None:
     """Raise ValueError if the run does not make what it is to write."""
+    if recipe.save == "pipeline" and recipe.method.adds_gate:
+        raise ValueError(
+            f"save: pipeline cannot hold the gate of the method {recipe.method.name!r}, which no "
+            "pipeline of diffusers can load; leave save out, so that the run holds the gate alone"
+        )
     if recipe.save in (None, "pipeline"):
         return
     if recipe.target not in PROMPTED:

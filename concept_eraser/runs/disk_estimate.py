@@ -23,6 +23,7 @@ from concept_eraser.recipes.objective_fields import PROMPTED
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
 from concept_eraser.storage.readers import size_text
+from concept_eraser.targets import gate_edit
 from concept_eraser.training import checkpoint
 from concept_eraser.training.memory import Trained
 from concept_eraser.training.rewinding import round_ends
@@ -90,7 +91,9 @@ def estimate(recipe: Recipe, model: Loaded, saved: str) -> DiskEstimate:
         names = [f"{layer}.weight" for layer in layers]
         if recipe.finish is None:
             files[f"{lora_files.FOLDER}/"] = _FP32 * sum(map(math.prod, shapes))
-    if saved != "lora":
+    if recipe.method.adds_gate:
+        files[run_base.WEIGHTS] = _FP32 * gate_edit.count(recipe, parameters, names)
+    elif saved != "lora":
         files[run_base.WEIGHTS] = _FP32 * sum(parameters[name].numel() for name in names)
     if saved == "pipeline":
         files[f"{resources.whole_model(model.family)}/"] = _whole_model(model)

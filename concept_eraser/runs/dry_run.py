@@ -334,7 +334,9 @@ def _edit(job: jobs.Job) -> float:
         name: value.detach().to("cpu", copy=True) for name, value in part.state_dict().items()
     }
     try:
-        return job.run(resume=False).seconds
+        outcome = job.run(resume=False)
+        outcome.eraser.restore()
+        return outcome.seconds
     finally:
         part.load_state_dict(before)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from concept_eraser.erasers.base import Eraser
-from concept_eraser.methods.base import Edit, ProjectionEdit
+from concept_eraser.methods.base import Edit, GateEdit, ProjectionEdit
 from concept_eraser.targets import (
     classifier,
     classifier_edit,
     cross_attention_edit,
     denoiser,
+    gate_edit,
     text_encoder,
     vae,
 )
@@ -45,4 +46,6 @@ def edit_model(method: Edit, context: Context) -> tuple[Eraser, Mapping[str, flo
     """
     if isinstance(method, ProjectionEdit):
         return cross_attention_edit.apply(method, context)
+    if isinstance(method, GateEdit):
+        return gate_edit.apply(method, context)
     return classifier_edit.apply(method, context)

@@ -152,12 +152,13 @@ def layers(model: Model, selection: str) -> list[str]:
     return weights
 
 
-def projection_request(
-    model: Model, recipe: Recipe, how: Tokens, weights: Mapping[str, nn.Parameter]
-) -> ProjectionRequest:
-    """Return the states of the paired prompts and copies of the weights.
+def paired_prompts(recipe: Recipe) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the prompts of the concepts with their anchors, and the preserved prompts.
 
-    They are on the CPU if the device has no float64.
+    Each occurs once. The empty prompt is the first of the preserved ones.
+
+    Raises:
+        UserError: The anchor of a prompt is that prompt itself.
     """
     objectives = recipe.objective_specs
     # if the edit follows a training, the training has warned already
@@ -174,7 +175,17 @@ def projection_request(
             f"forget: the anchor of {unchanged_text!r} is that prompt itself, so nothing would "
             "change; give an anchor that describes something else"
         )
-    preserved_texts = list(dict.fromkeys(["", *(retain.texts if retain else ())]))
+    return list(pairs), list(dict.fromkeys(["", *(retain.texts if retain else ())]))
+
+
+def projection_request(
+    model: Model, recipe: Recipe, how: Tokens, weights: Mapping[str, nn.Parameter]
+) -> ProjectionRequest:
+    """Return the states of the paired prompts and copies of the weights.
+
+    They are on the CPU if the device has no float64.
+    """
+    pairs, preserved_texts = paired_prompts(recipe)
     texts = _encode(model, [*(text for pair in pairs for text in pair), *preserved_texts])
     device = torch.device("cpu") if model.device.type == "mps" else model.device
     forget_states, anchor_states = [], []

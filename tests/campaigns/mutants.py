@@ -98,6 +98,7 @@ TESTS: dict[str, list[str]] = {
         METHODS + "natural_gradient.py",
     ],
     "concept_eraser/methods/ngdiff.py": [LAWS, OPTIONS, METHODS + "baselines.py"],
+    "concept_eraser/methods/cpe.py": [LAWS, OPTIONS, METHODS + "cpe.py"],
     "concept_eraser/methods/oce.py": [LAWS, OPTIONS, METHODS + "oce.py"],
     "concept_eraser/methods/race.py": [LAWS, OPTIONS, METHODS + "race.py"],
     "concept_eraser/methods/rece.py": [LAWS, OPTIONS, METHODS + "rece.py"],

@@ -16,6 +16,7 @@ from concept_eraser.methods import checks
 from concept_eraser.methods.base import Edit, Method, ProjectionEdit
 from concept_eraser.methods.fisher import Risk, flatten
 from concept_eraser.methods.history import History
+from tests.methods.test_cpe import request as gates
 from tests.methods.test_influence import problem, request
 from tests.methods.test_mini_unlearning import ridge
 from tests.methods.test_natural_gradient import fit_ridge, regression, ridge_solution
@@ -175,7 +176,21 @@ def uce_on_least_squares(n_forget: int) -> tuple[Tensor, Tensor, Tensor]:
     return before, after, torch.linalg.lstsq(rows, targets).solution.T
 
 
+def gate_of_concepts(n_forget: int) -> tuple[Tensor, Tensor, None]:
+    """CPE's gate, fitted to the first `n_forget` prompts of three."""
+    gate_request = gates(3)
+    gate_request = replace(
+        gate_request,
+        forget=gate_request.forget[:n_forget],
+        anchor=gate_request.anchor[:n_forget],
+    )
+    before = flatten(tuple(gate_request.gate.parameters())).detach().clone()
+    PLUGINS["cpe"](stages=2, steps=2, adversary_steps=2, lr=0.01).edit(gate_request)
+    return before, flatten(tuple(gate_request.gate.parameters())).detach(), None
+
+
 EDITS = {
+    "cpe": gate_of_concepts,
     "natural_gradient": natural_gradient_on_ridge,
     "mini_unlearning": mini_unlearning_on_ridge,
     "amnesiac": amnesiac_on_ridge,
