@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -199,6 +200,42 @@ def test_a_run_holds_the_gate_alone_and_gives_the_same_images(
     )
     assert float((prediction(loaded) - prediction(shared_small)).abs().max()) > 1e-3
     assert model_fingerprint(loaded) == model_fingerprint(model)
+
+
+def test_the_commands_apply_the_gate_of_a_run(run: Path, tmp_path: Path) -> None:
+    """An image of `generate`, and the victims of `evaluate` and `attack`."""
+    command = [
+        "generate",
+        str(run),
+        "-p",
+        "a red star",
+        "--steps",
+        "3",
+        "--guidance",
+        "5",
+        "-n",
+        "1",
+    ]
+    result = CliRunner().invoke(app, [*command, "-q", "-o", str(tmp_path / "images")])
+    assert result.exit_code == 0, result.output
+    loaded, (path,) = load(str(run)), (tmp_path / "images").glob("*.png")
+    row = json.loads((tmp_path / "images" / "metadata.jsonl").read_text().splitlines()[0])
+    expected = loaded.sample(["a red star"], **{**SAMPLING, "seeds": [row["seed"]]})
+    assert np.array_equal(np.asarray(Image.open(path)), expected[0].numpy())
+    suite = {
+        "concept": {"shape": "star"},
+        "judge": "tiny",
+        "sampling": {"steps": 2},
+        "groups": {"direct": {"prompts": "tiny_star", "role": "forget", "n": 2}},
+        "metrics": ["concept_rate"],
+    }
+    fingerprint = model_fingerprint(loaded)
+    evaluation = concept_eraser.evaluate(run, suite)
+    assert f"({fingerprint})" in evaluation.models["after"]
+    images = evaluation.groups["direct"].images
+    assert not torch.equal(images["before"], images["after"])
+    campaign = concept_eraser.attack(run, "seed_search", suite, n=1, options={"tries": 1})
+    assert f"({fingerprint})" in str(campaign.as_dict())
 
 
 def test_a_damaged_gate_is_refused(run: Path, tmp_path: Path) -> None:

@@ -202,6 +202,28 @@ def test_a_rotation_of_the_values_erases_the_star(tmp_path: Path, tiny, shared_t
     assert moved == [name for name in before if name.endswith(".attn2.to_v.weight")]
 
 
+def test_a_gate_erases_the_star_and_leaves_other_images(tmp_path: Path, tiny, shared_tiny) -> None:
+    """CPE's recipe with two stages. The weights stay, and other prompts give nearly the same."""
+    change = ["method.stages=2"]
+    run = concept_eraser.erase("tiny_star_cpe", overrides=change, model=tiny, output=tmp_path)
+    assert share(tiny, "tiny_star", "star") < 0.2
+    assert share(tiny, "tiny_rest") > 0.8
+    done = json.loads((run.folder / "done.json").read_text())
+    assert done["edit"]["drift"] < 0.02 < 0.2 < done["edit"]["left"] < 0.8
+    errors = []
+    for group in ("tiny_star", "tiny_rest"):
+        texts = [row.text for row in prompts.load(group).take(8, 3).prompts]
+        before, after = (
+            model.sample(texts, seeds=list(range(8)), steps=6, guidance=5.0).float()
+            for model in (shared_tiny, tiny)
+        )
+        errors.append(float((after - before).square().mean()))
+    assert errors[1] < 0.1 * errors[0]
+    state = tiny.denoiser.state_dict()
+    for name, value in shared_tiny.denoiser.state_dict().items():
+        assert torch.equal(state[name], value)
+
+
 def test_only_keys_and_values_move_and_the_folder_holds_them(
     tmp_path: Path, tiny, shared_tiny
 ) -> None:
@@ -387,7 +409,7 @@ def test_no_image_is_generated(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RECIPES, "tiny_star_speed", "tiny_star_oce"])
+@pytest.mark.parametrize("name", [*RECIPES, "tiny_star_speed", "tiny_star_oce", "tiny_star_cpe"])
 def test_the_suite_agrees(name: str, tmp_path: Path) -> None:
     run = concept_eraser.erase(name, output=tmp_path / "run")
     evaluation = concept_eraser.evaluate(run.folder, suites.load("tiny_star").with_at_most(48))
