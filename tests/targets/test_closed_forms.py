@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import concept_eraser
 from concept_eraser import UserError, registry
 from concept_eraser.data import prompts
+from concept_eraser.data.generate import model_fingerprint
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
 from concept_eraser.targets.cross_attention_edit import (
@@ -222,6 +223,9 @@ def test_a_gate_erases_the_star_and_leaves_other_images(tmp_path: Path, tiny, sh
     state = tiny.denoiser.state_dict()
     for name, value in shared_tiny.denoiser.state_dict().items():
         assert torch.equal(state[name], value)
+    attack = {"name": "seed_search", "suite": "tiny_star", "n": 2, "options": {"tries": 1}}
+    campaign = concept_eraser.attack(run.folder, **attack)
+    assert model_fingerprint(tiny) in json.dumps(campaign.as_dict())
 
 
 def test_only_keys_and_values_move_and_the_folder_holds_them(
