@@ -451,6 +451,16 @@ def test_a_finished_run_is_loaded_from_its_changed_tensors(target: str, tmp_path
     assert any(not torch.equal(again[name], value) for name, value in before.items())
 
 
+def test_a_finished_run_with_a_gate_is_loaded_with_it(tmp_path: Path) -> None:
+    fewer = ["method.stages=1", "method.steps=3", "save=changed"]
+    run = concept_eraser.erase("tiny_star_cpe", overrides=fewer, output=tmp_path / "run")
+    again = runs.erased_model(run).parts["denoiser"].state_dict()
+    expected = run.model.parts["denoiser"].state_dict()
+    assert again.keys() == expected.keys()
+    assert any(name.startswith("residual_gate.") for name in again)
+    assert all(torch.equal(again[name], value) for name, value in expected.items())
+
+
 def test_a_setting_is_scored_by_retain_accuracy_and_concept_rate() -> None:
     def run(share: float, accuracy: float) -> dict:
         rows = [("concept_rate", "direct", share), ("accuracy_shape", "retained", accuracy)]
