@@ -89,6 +89,7 @@ class ResidualAttentionGate(nn.Module):
 
     def gated(self, states: Tensor) -> Tensor:
         """Return g of each token [n, tokens, width] from the states [n, tokens, width]."""
+        states = states.to(self.query)
         projected = states @ self.query
         mixed = torch.softmax(projected @ projected.mT, dim=-1) @ states
         return torch.sigmoid(mixed @ self.scale)[..., None] * mixed

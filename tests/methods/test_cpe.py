@@ -100,11 +100,13 @@ def bound_by_hand(layer: GatedLayer) -> float:
     return largest(layer.output @ layer.value) * largest(layer.query) / TOKENS
 
 
-def test_the_loss_is_that_of_the_definition() -> None:
+@pytest.mark.parametrize("adversaries", [1, 2])
+def test_the_loss_is_that_of_the_definition(adversaries: int) -> None:
     options = ConceptPinpointEraser(guidance=0.7, retain_scale=30.0, adversary_scale=2.0)
     made = trained(request())
     fit = cpe._Fit(options, made, torch.Generator())
-    offsets = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    offsets = torch.randn(adversaries, TOKENS, WIDTH, generator=generator)
     c, a, retain = made.forget[0], made.anchor[0], made.retain[:3]
     loss = fit.gate_loss(torch.cat([c[None], c + offsets]), concept=c, anchor=a, retain=retain)
     parts = []
@@ -113,11 +115,11 @@ def test_the_loss_is_that_of_the_definition() -> None:
         old_c, old_a = c.double().numpy() @ weight.T, a.double().numpy() @ weight.T
         goal = old_a + 0.7 * (old_a - old_c)
         forget = ((by_hand(made, layer, c) - goal) ** 2).mean()
-        adversaries = np.mean([(by_hand(made, layer, c + d) - goal) ** 2 for d in offsets])
+        found = np.mean([(by_hand(made, layer, c + d) - goal) ** 2 for d in offsets])
         kept = np.mean(
             [(by_hand(made, layer, r) - r.double().numpy() @ weight.T) ** 2 for r in retain]
         )
-        parts.append(bound_by_hand(layer) * (forget + 2.0 * adversaries + 30.0 * kept))
+        parts.append(bound_by_hand(layer) * (forget + 2.0 * found + 30.0 * kept))
     assert loss.item() == pytest.approx(np.mean(parts), rel=1e-5)
     without = fit.gate_loss(c[None], concept=c, anchor=a, retain=retain)
     assert without.item() < loss.item()
@@ -229,6 +231,56 @@ def test_the_stages_read_their_pool(pool: Any, sizes: list[int], monkeypatch) ->
     assert seen == sizes
     gate, adversary = (30, 1e-4, 1), (20, 0.01, 1)
     assert calls == [(120, pytest.approx(1e-3), 2), adversary, gate, adversary, gate]
+
+
+def test_adversaries_begin_uniform_within_their_bound() -> None:
+    """In the only step the learning rate is still 0."""
+    options = ConceptPinpointEraser(**{**SHORT, "adversaries": 300, "adversary_steps": 1})
+    offsets = cpe._Fit(options, request(), torch.Generator().manual_seed(4)).train_adversaries(0)
+    assert offsets.shape == (300, TOKENS, WIDTH)
+    relative = offsets * WIDTH**2 * math.sqrt(TOKENS * WIDTH)
+    assert -1 <= relative.min() < -0.99 < 0.99 < relative.max() <= 1
+    assert abs(float(relative.mean())) < 0.03
+    assert float(relative.square().mean()) == pytest.approx(1 / 3, rel=0.05)
+
+
+def test_the_loss_reads_the_prompt_and_each_offset_of_the_pool(monkeypatch) -> None:
+    options, made = ConceptPinpointEraser(**{**SHORT, "steps": 1}), request()
+    lengths, loss = [], cpe._Fit.gate_loss
+
+    def recorded(fit: Any, concepts: Tensor, **states: Tensor) -> Tensor:
+        lengths.append((len(concepts), len(states["retain"])))
+        return loss(fit, concepts, **states)
+
+    monkeypatch.setattr(cpe._Fit, "gate_loss", recorded)
+    options.edit(made)
+    retained = 1 + options.mixtures  # the empty prompt
+    first = options.first_steps * [(1, retained)]
+    assert lengths == [*first, (1 + options.adversaries, retained)]
+
+
+def test_the_steps_are_those_of_adamw_with_the_schedule() -> None:
+    options = ConceptPinpointEraser(**SHORT)
+    fit = cpe._Fit(options, request(), torch.Generator())
+    ours, theirs = (torch.tensor([3.0, -2.0], requires_grad=True) for _ in range(2))
+    fit._minimise([ours], lambda: ours.square().sum(), steps=12, lr=0.3, cycles=2, remark="a stage")
+    optimizer = torch.optim.AdamW([theirs], lr=0.3, weight_decay=0.01)
+    schedule = get_cosine_with_hard_restarts_schedule_with_warmup(optimizer, 5, 12, 2)
+    for _ in range(12):
+        optimizer.zero_grad()
+        theirs.square().sum().backward()
+        optimizer.step()
+        schedule.step()
+    torch.testing.assert_close(ours, theirs)
+    assert ours.grad is None
+
+
+def test_without_a_prompt_of_the_concept_nothing_changes() -> None:
+    made = request(concepts=0)
+    before = {name: value.clone() for name, value in made.gate.named_parameters()}
+    result = ConceptPinpointEraser(**SHORT).edit(made)
+    assert result == {"left": 0.0, "drift": 0.0, "adversaries": 0.0}
+    assert all(torch.equal(before[name], value) for name, value in made.gate.named_parameters())
 
 
 def test_adversaries_move_towards_states_that_the_gate_lets_pass() -> None:
