@@ -246,17 +246,27 @@ def test_adversaries_begin_uniform_within_their_bound() -> None:
 
 def test_the_loss_reads_the_prompt_and_each_offset_of_the_pool(monkeypatch) -> None:
     options, made = ConceptPinpointEraser(**{**SHORT, "steps": 1}), request()
-    lengths, loss = [], cpe._Fit.gate_loss
+    read, found, retained = [], [], []
+    loss, search = cpe._Fit.gate_loss, cpe._Fit.train_adversaries
 
     def recorded(fit: Any, concepts: Tensor, **states: Tensor) -> Tensor:
-        lengths.append((len(concepts), len(states["retain"])))
+        read.append(concepts - states["concept"])
+        retained.append(len(states["retain"]))
         return loss(fit, concepts, **states)
 
+    def searched(fit: Any, stage: int) -> Tensor:
+        found.append(search(fit, stage))
+        return found[-1]
+
     monkeypatch.setattr(cpe._Fit, "gate_loss", recorded)
+    monkeypatch.setattr(cpe._Fit, "train_adversaries", searched)
     options.edit(made)
-    retained = 1 + options.mixtures  # the empty prompt
-    first = options.first_steps * [(1, retained)]
-    assert lengths == [*first, (1 + options.adversaries, retained)]
+    assert set(retained) == {1 + options.mixtures}  # the empty prompt
+    *first, last = read
+    assert len(first) == options.first_steps
+    assert all(torch.equal(one, torch.zeros(1, TOKENS, WIDTH)) for one in first)
+    torch.testing.assert_close(last[1:], found[0], rtol=1e-4, atol=1e-6)
+    assert torch.equal(last[:1], first[0])
 
 
 def test_the_steps_are_those_of_adamw_with_the_schedule() -> None:
