@@ -353,9 +353,9 @@ def run_attack(spec: dict[str, Any], progress: Progress) -> None:
     fitting, left_out = load_fitting(
         spec.get("controls", ()),
         original,
-        protocol.suite.concept,
-        protocol.prompts().texts,
-        lambda model: runner.require_possible(protocol, judge, model, original),
+        concept=protocol.suite.concept,
+        texts=protocol.prompts().texts,
+        require=lambda model: runner.require_possible(protocol, judge, model, original),
     )
     controls = list(fitting.values())
     onto_gpu(victim, original, *(control.model for control in controls))

@@ -13,6 +13,7 @@ from concept_eraser.utils.errors import UserError
 def load_fitting(
     sources: Sequence[str],
     original: Model,
+    *,
     concept: Mapping[str, str],
     texts: Sequence[str],
     require: Callable[[Model], None] = lambda model: None,

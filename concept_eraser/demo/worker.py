@@ -119,16 +119,18 @@ def _controls(sources: Sequence[str], folder: Path, protocol: Suite) -> tuple[li
     """Return the controls that can be compared with a run, and why the others cannot."""
     from concept_eraser import api
     from concept_eraser.demo.controls import load_fitting
+    from concept_eraser.demo.state import recipe_in
     from concept_eraser.evaluation import suite as suites
-    from concept_eraser.runs import suite_matching
 
-    recipe = suite_matching.recipe_of(folder)
+    recipe = recipe_in(folder)
     if not sources or recipe is None:
         return [], []
     prompts = [
         text for group in protocol.groups for text in suites.group_prompts(protocol, group).texts
     ]
-    fitting, left_out = load_fitting(sources, api.load(recipe.model), protocol.concept, prompts)
+    fitting, left_out = load_fitting(
+        sources, api.load(recipe.model), concept=protocol.concept, texts=prompts
+    )
     return list(fitting), left_out
 
 
