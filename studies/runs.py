@@ -8,12 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from concept_eraser import api, registry
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import PromptEvaluation, dumps
-from concept_eraser.models import residual_gate
+from concept_eraser.models import run_base
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils.errors import UserError
 
@@ -106,16 +104,7 @@ def erased_model(run: api.Run) -> Any:
     if not (run.folder / "weights.safetensors").is_file():
         return api.load(run.folder)
     model = api.load(run.recipe.model)
-    file = run.folder / "weights.safetensors"
-    tensors, part = load_file(file), model.parts[run.recipe.target]
-    if run.recipe.target == "denoiser":
-        residual_gate.attach_stored(part, tensors, str(file))
-    keys = part.load_state_dict(tensors, strict=False)
-    if keys.unexpected_keys:
-        raise SystemExit(
-            f"{run.folder}: weights.safetensors is not of {run.recipe.target}, e.g. "
-            f"{keys.unexpected_keys[0]}"
-        )
+    run_base.apply_changed_tensors(run.folder, model)
     return model
 
 
