@@ -7,7 +7,7 @@ The model may be loaded, or be an architecture without weights (tiny/published.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -51,15 +51,12 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "ch
             f"only {' and '.join(PROMPTED)} have a memory estimate, found target {recipe.target!r}"
         )
     training, part = recipe.training, model.parts[recipe.target]
-    context = {"CUDA itself (assumed)": memory.CONTEXT} if gpu else {}
+    context = {memory.CUDA: memory.CONTEXT} if gpu else {}
     lora = recipe.trainable.lora is not None
     names = select([name for name, _ in part.named_parameters()], recipe.trainable.select)
     whole = set() if lora else set(names)
-    narrow = (
-        [weight for _, _, weight in narrowable_of(model, whole)]
-        if training.frozen == "bf16"
-        else []
-    )
+    frozen = narrowable_of(model, whole) if training.frozen == "bf16" else []
+    narrow = [weight for _, _, weight in frozen]
     writing = _writing(recipe, model) if saved == "pipeline" else {}
     # outside of `pretending`, since the method gets real numbers
     vectors = method_memory.vectors_of(recipe.method.build, recipe.objectives)
@@ -73,6 +70,7 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "ch
         eraser = _eraser(recipe, model, adapter.tensors if adapter else names, adapter)
         needed_parts = needed(recipe.target, histogram=recipe.histogram is not None)
         there = _weights(model, needed_parts if training.offload else model.parts)
+        away = _weights(model, model.parts.keys() - needed_parts) if training.offload else {}
         params = [*eraser.trainable().values(), *eraser.adversary().values()]
         pass_bytes = _joint_pass(eraser, recipe, gpu=gpu)
         if pass_bytes is not None:
@@ -115,6 +113,7 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "ch
         writing=writing,
         is_written_on_cpu=is_moved and gpu,
         whole=in_fp32,
+        waiting={"frozen weights as stored": _as_stored(model, frozen), **away},
     )
 
 
@@ -132,6 +131,18 @@ def _as_trained(model: Any, checkpointing: bool, narrow: bool) -> Iterator[None]
 def _weights(model: Model, parts: Any) -> dict[str, int]:
     """Return the bytes of some parts' weights, in the precision of the tensors."""
     return {f"weights of {name}": memory.weights_of(model.parts[name]) for name in parts}
+
+
+def _as_stored(model: Model, weights: Iterable[tuple[str, str, Tensor]]) -> int:
+    """Return the bytes of weights, given as (part, name, weight), in their checkpoint's precision.
+
+    A weight whose checkpoint is not known counts in its own.
+    """
+    stored = model.stored if isinstance(model, Latent) else {}
+    return sum(
+        weight.numel() * (stored[part].dtype_of(name) if part in stored else weight.dtype).itemsize
+        for part, name, weight in weights
+    )
 
 
 def _writing(recipe: Recipe, model: Model) -> dict[str, int]:

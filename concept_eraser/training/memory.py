@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CONTEXT = 780 * 2**20  # of CUDA itself: 769 to 789 MB on an H200 with CUDA 13 (benchmarks/gpu.json)
+CUDA = "CUDA itself (assumed)"  # the name of this use
 GB = 2**30
 _FP32 = 4
 _NORMS = (nn.GroupNorm, nn.LayerNorm)
@@ -285,6 +286,8 @@ class Estimate:
         is_written_on_cpu: Whether the model is on the CPU by then, in a training on a GPU too.
         whole: The whole model in fp32, as it is on the CPU when it is loaded, and at the end. 0
             where the training takes it all in fp32 anyway.
+        waiting: What waits on the CPU during the training (training/placement.py). `training` is
+            without it.
     """
 
     always: Mapping[str, int]
@@ -293,6 +296,13 @@ class Estimate:
     writing: Mapping[str, int] = field(default_factory=dict)
     is_written_on_cpu: bool = False
     whole: int = 0
+    waiting: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def on_cpu(self) -> int:
+        """The bytes of a training on the CPU, where nothing can wait elsewhere."""
+        training = self.training - self.always.get(CUDA, 0) + sum(self.waiting.values())
+        return max(training, self.whole)
 
     @property
     def fullest(self) -> str:
@@ -334,8 +344,13 @@ class Estimate:
             if self.whole
             else ""
         )
+        cpu_text = (
+            f"; a training on the CPU takes {self.on_cpu / GB:.2f} GB of the CPU's memory"
+            if any(self.waiting.values())
+            else ""
+        )
         return [
             f"memory (an estimate, not measured): {self.training / GB:.2f} GB{examples_text}"
-            f"{writing_text}{whole_text}",
+            f"{writing_text}{whole_text}{cpu_text}",
             f"  of which {parts_text}",
         ]

@@ -331,7 +331,7 @@ def test_the_estimate_of_writing_counts_the_part_in_its_checkpoints_precision(ti
     assert f"; while the model is written {size / memory.GB:.2f} GB" in estimate.lines()[0]
     offloading = recipe.load(short(training__offload=True, save="pipeline"))
     line = memory_estimate.estimate(offloading, tiny, saved="pipeline").lines()[0]
-    assert line.count("GB of the CPU's memory") == 2
+    assert line.count("GB of the CPU's memory") == 3  # written, loaded, and all of it on a CPU
     assert not memory_estimate.estimate(job, tiny, saved="changed").writing
 
 
@@ -348,6 +348,41 @@ def test_the_estimate_names_the_whole_model_where_the_training_holds_less(tiny: 
     assert held < estimate.whole <= estimate.peak
     assert f"at the end, {estimate.whole / memory.GB:.2f} GB" in estimate.lines()[0]
     assert not memory_estimate.estimate(recipe.load(short()), tiny).whole
+
+
+@pytest.mark.parametrize("trained", ["lora", "cross_attention"])
+def test_the_estimate_of_a_training_on_the_cpu(trained: str, tiny: Any, tmp_path: Path) -> None:
+    """Nothing can wait elsewhere: the peak has frozen weights in both precisions, and all parts."""
+    how = {"trainable__lora": 4} if trained == "lora" else {"trainable__select": trained}
+    changes = {"training__offload": True, "training__precision": "bf16", "training__frozen": "bf16"}
+    job = recipe.load(short(training__steps=2, generation__precision="bf16", **how, **changes))
+    estimate = memory_estimate.estimate(job, tiny)
+    assert f"on the CPU takes {estimate.on_cpu / memory.GB:.2f} GB" in estimate.lines()[0]
+    original, restore = Placement.begin, Placement.undo
+    sizes: dict[str, int] = {}
+
+    def begin(self: Placement, parts: Any) -> None:  # the examples are made: count from here
+        original(self, parts)
+        kept = [v for v in tensors() if v.untyped_storage().data_ptr() in places]
+        sizes["since loading"] = sum(v.nbytes for v in kept)
+        peak.peak = peak.now
+
+    def undo(self: Placement) -> None:
+        sizes["made since"] = peak.peak
+        restore(self)
+
+    def tensors() -> list[Any]:
+        return [v for part in tiny.parts.values() for v in (*part.parameters(), *part.buffers())]
+
+    places = {v.untyped_storage().data_ptr() for v in tensors()}
+
+    with pytest.MonkeyPatch.context() as patch, Peak() as peak:
+        patch.setattr(Placement, "begin", begin)
+        patch.setattr(Placement, "undo", undo)
+        concept_eraser.erase(job, model=tiny, output=tmp_path / "run", cache=tmp_path / "cache")
+    peak_bytes = sizes["since loading"] + sizes["made since"]
+    assert estimate.on_cpu == pytest.approx(peak_bytes, rel=0.1)
+    assert estimate.training - memory.CONTEXT < 0.85 * peak_bytes
 
 
 def test_pretending_leaves_a_model_as_it_was(tiny: Any) -> None:
