@@ -235,6 +235,19 @@ def same_time(steps: int, seconds: float, budget: float) -> int | None:
     return None if abs(seconds / budget - 1) < 0.1 else max(1, round(steps * budget / seconds))
 
 
+def scaled_schedule(recipe: dict[str, Any], steps: int) -> dict[str, int]:
+    """Return the settings of a recipe with this number of steps.
+
+    The steps without an attack at its start keep their share. They take a small part of the seconds
+    of a step under attack.
+    """
+    settings = {"training.steps": steps}
+    warmup = (recipe.get("attack") or {}).get("warmup", 0)
+    if warmup:
+        settings["attack.warmup"] = round(warmup * steps / recipe["training"]["steps"])
+    return settings
+
+
 def equal_time(
     leaderboard: dict[str, Any],
     study: dict[str, Any],
@@ -274,7 +287,7 @@ def equal_time(
         return None
     entry, point, folder = (
         study["entries"][name],
-        {**report["point"], "training.steps": steps},
+        {**report["point"], **scaled_schedule(report["recipe"], steps)},
         work / name / f"time_{seed}_{of(report)}",
     )
     is_known = key in folder_results and runs.same(

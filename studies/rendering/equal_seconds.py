@@ -21,6 +21,7 @@ from studies.rendering.leaderboard_rows import (
 from studies.result_tables import Results
 
 Run = dict[str, Any]
+TOLERANCE = 0.25  # of the budget's seconds
 
 
 def timed_table(study: str, task: str) -> str:
@@ -30,10 +31,13 @@ def timed_table(study: str, task: str) -> str:
     that were not run with these seconds.
     """
     how = leaderboard_of(study).get("time")
-    runs = again(study, task)
-    if how is None or not runs:
+    if how is None:
         return ""
-    near, pending = others(study, task, how, {run["entry"] for run in runs})
+    budgets = budgets_of(study, task, how)
+    runs = again(study, task, budgets)
+    if not runs:
+        return ""
+    near, pending = others(study, task, how, budgets, {run["entry"] for run in runs})
     names, later, steps = how.get("attacks", []), attack_runs(f"{study}/time"), attack_runs(study)
     attacked_runs = [(run, attacks_on(run, later)) for run in runs] + [
         (run, attacks_on(run, steps)) for run in near
@@ -62,8 +66,12 @@ def timed_table(study: str, task: str) -> str:
     )
 
 
-def again(study: str, task: str) -> Runs:
-    """Return the runs with other steps whose setting is the reported one."""
+def again(study: str, task: str, budgets: dict[int, float]) -> Runs:
+    """Return the runs with other steps whose setting is the reported one.
+
+    A run is left out where it took other seconds than its seed's budget: its number of steps was
+    computed from the seconds of a step, which a step of another kind does not have.
+    """
     seeds = {(run["entry"], run["seed"]): run for runs in reports(study).values() for run in runs}
     stored_runs = [
         run for key, run in Results(f"{study}/time").items() if fnmatch(key, f"{task}_*")
@@ -71,23 +79,31 @@ def again(study: str, task: str) -> Runs:
     return [
         run
         for run in stored_runs
-        if (report := seeds.get((run["entry"], run["seed"]))) and alike(report, run, "steps")
+        if (report := seeds.get((run["entry"], run["seed"])))
+        and alike(report, run, "training.steps", "attack.warmup")
+        and abs(run["run"]["cpu_seconds"] / budgets[run["seed"]] - 1) < TOLERANCE
     ]
 
 
-def others(study: str, task: str, how: Run, run_again: set[str]) -> tuple[Runs, Runs]:
+def budgets_of(study: str, task: str, how: Run) -> dict[int, float]:
+    """Return the seconds of the method whose seconds all have, by training seed."""
+    runs = reports(study)[f"{task}_{how['like']}"]
+    return {run["seed"]: run["run"]["cpu_seconds"] for run in runs}
+
+
+def others(
+    study: str, task: str, how: Run, budgets: dict[int, float], run_again: set[str]
+) -> tuple[Runs, Runs]:
     """Return the other reported runs: those that took the seconds, and those still to be run."""
-    every = reports(study)
-    budget = {run["seed"]: run["run"]["cpu_seconds"] for run in every[f"{task}_{how['like']}"]}
     other_runs = [
         run
-        for name, runs in every.items()
+        for name, runs in reports(study).items()
         if name not in run_again and runs[0]["task"] == task
         for run in runs
         if run["seed"] in how["seeds"] and run["run"].get("steps")
     ]
     steps = [
-        same_time(run["run"]["steps"], run["run"]["cpu_seconds"], budget[run["seed"]])
+        same_time(run["run"]["steps"], run["run"]["cpu_seconds"], budgets[run["seed"]])
         for run in other_runs
     ]
     near = [run for run, other in zip(other_runs, steps, strict=True) if other is None]

@@ -40,21 +40,21 @@ def reports(study: str) -> dict[str, Runs]:
     runs_by_entry: dict[str, Runs] = {}
     for content in Results(study).values():
         runs = runs_by_entry.setdefault(content["entry"], [])
-        if not runs or alike(runs[0], content, "seed"):
+        if not runs or alike(runs[0], content, "training.seed"):
             runs.append(content)
     return runs_by_entry
 
 
-def alike(one: dict[str, Any], other: dict[str, Any], apart: str) -> bool:
-    """Return whether two runs have one setting, but for `watch` and one key of the training."""
+def alike(one: dict[str, Any], other: dict[str, Any], *apart: str) -> bool:
+    """Return whether two runs have one setting, but for `watch` and keys such as training.steps."""
 
     def setting_of(run: dict[str, Any]) -> Any:
         recipe = {key: value for key, value in run["recipe"].items() if key != "watch"}
-        point = {key: value for key, value in run["point"].items() if key != f"training.{apart}"}
-        return {
-            **recipe,
-            "training": {k: v for k, v in recipe.get("training", {}).items() if k != apart},
-        }, point
+        for key in apart:
+            part, _, name = key.partition(".")
+            if recipe.get(part):
+                recipe[part] = {k: v for k, v in recipe[part].items() if k != name}
+        return recipe, {key: value for key, value in run["point"].items() if key not in apart}
 
     return bool(setting_of(one) == setting_of(other))
 

@@ -45,7 +45,6 @@ SHORTFALLS: dict[str, dict[str, float]] = {
     },
     FULL: {
         "sd14, 256 px, erase: LoRA of rank 16, batch of 4": 24,  # the holes of the C library's heap
-        "sd14, 256 px, erase: default LoRA, 8gb": 48,  # on the CPU; the reason was not found
     },
     # they have distributions over all tokens, or normalise the vocabulary
     ATTACK: {"unlearn_diff": 1.22, "p4d": 1.12},

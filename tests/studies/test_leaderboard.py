@@ -434,6 +434,15 @@ def test_as_many_steps_as_the_budget_of_seconds_holds() -> None:
     assert leaderboard.same_time(100, 1e6, 80.0) == 1
 
 
+def test_steps_without_an_attack_keep_their_share_of_fewer_steps() -> None:
+    """Otherwise a run of few steps would have no attack at all."""
+    recipe = {"training": {"steps": 100}, "attack": {"warmup": 20}}
+    expected = {"training.steps": 11, "attack.warmup": 2}
+    assert leaderboard.scaled_schedule(recipe, 11) == expected
+    plain = {"training": {"steps": 100}, "attack": None}
+    assert leaderboard.scaled_schedule(plain, 11) == {"training.steps": 11}
+
+
 @pytest.mark.parametrize("target", ["denoiser", "text_encoder"])
 def test_a_finished_run_is_loaded_from_its_changed_tensors(target: str, tmp_path: Path) -> None:
     """This holds for each trained part: otherwise the attacks would run on the original model."""
@@ -686,7 +695,14 @@ def test_equal_seconds_are_reported_for_the_reported_setting_only(
     assert equal_seconds.timed_table("tiny_leaderboard", "star") == ""
     report, there = leaderboard_of_two["star_esd_seed0"], leaderboard_of_two.folder("time")
     point = {**report["point"], "training.steps": 162}
-    again = change_result(report, recipe__training__steps=162, run__steps=162, point=point)
+    seconds = leaderboard_of_two["star_munba_seed0"]["run"]["cpu_seconds"]
+    again = change_result(
+        report,
+        recipe__training__steps=162,
+        run__steps=162,
+        run__cpu_seconds=seconds,
+        point=point,
+    )
     del again["recipe"]["watch"]  # a run for equal seconds has no watch
     there["star_esd_seed0"] = again
     page = equal_seconds.timed_table("tiny_leaderboard", "star")
@@ -702,6 +718,10 @@ def test_equal_seconds_are_reported_for_the_reported_setting_only(
     assert page.index("| ESD-x |") < page.index("| MUNBa |"), (
         "what is not under all attacks yet comes last"
     )
+    there["star_esd_seed0"] = change_result(again, run__cpu_seconds=8.0)
+    page = equal_seconds.timed_table("tiny_leaderboard", "star")
+    assert page == "", "a run of other seconds is not one of equal seconds"
+    there["star_esd_seed0"] = again
     slow = change_result(
         leaderboard_of_two["star_munba_seed0"],
         entry="star_slow",
