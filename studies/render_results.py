@@ -28,6 +28,7 @@ from studies.rendering import (
     labelled,
     leaderboard,
     location,
+    lora,
     one_line,
     others,
     published,
@@ -86,6 +87,7 @@ def pages() -> dict[Path, str]:
         **conflict.PAGES,
         **side_effects.PAGES,
         **location.PAGES,
+        **lora.PAGES,
         **excess_recovery.PAGES,
     }
     for name, renderer in renderers.items():

@@ -1,13 +1,11 @@
 """Train a style LoRA on the bundled model, to be used beside an erasing one.
 
     python -m studies.style_lora runs/dotted [--style dotted] [--steps 150]
-    python -m studies.lora_strength runs/star runs/dotted
 
 A style LoRA is what people load for a look: it draws every prompt in one style. Its training is the
 usual one, the denoising loss on images of the style with captions that do not name it. The images
-are the bundled model's own, for prompts that name the style. The run folder also gets a suite whose
-concept is the style and whose prompts do not name it, so that `studies.lora_strength` measures how
-often the style appears.
+are the bundled model's own, for prompts that name the style. `studies.lora` measures how often the
+style appears.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from concept_eraser import api
 from concept_eraser.concepts.plan import BUNDLED
@@ -53,7 +49,7 @@ def write_images(folder: Path, style: str, n: int) -> None:
     )
 
 
-def recipe(images: Path, rank: int, steps: int) -> recipes.Recipe:
+def recipe(images: Path, rank: int, steps: int, seed: int = 0) -> recipes.Recipe:
     """Return the training: the denoising loss alone. The forget loss has the weight 0."""
     content: dict[str, Any] = {
         "model": BUNDLED,
@@ -62,27 +58,16 @@ def recipe(images: Path, rank: int, steps: int) -> recipes.Recipe:
         "retain": {"prompts": "tiny_rest", "loss": "data", "images": str(images)},
         "method": {"name": "weighted", "forget": 0.0, "retain": 1.0},
         "trainable": {"select": "all", "lora": {"rank": rank, "conv": True}},
-        "training": {"steps": steps, "batch_size": 16, "lr": 2.0e-3, "decay": "linear", "seed": 0},
+        "training": {
+            "steps": steps,
+            "batch_size": 16,
+            "lr": 2.0e-3,
+            "decay": "linear",
+            "seed": seed,
+        },
         "generation": {"steps": 12, "guidance": 5.0, "batch_size": 64, "precision": "bf16"},
     }
     return recipes.load(content)
-
-
-def suite(style: str) -> dict[str, Any]:
-    """Return a suite whose concept is the style, on prompts that do not name a style."""
-    plain = {"expand": {"templates": [PLAIN], **WORDS}}
-    return {
-        "about": f"how often a prompt without a style is drawn {style}",
-        "concept": {"style": style},
-        "judge": "tiny",
-        "seed": 9001,
-        "sampling": {"steps": 8, "guidance": 5.0, "batch_size": 64, "precision": "bf16"},
-        "groups": {
-            "direct": {"prompts": plain, "role": "forget", "n": 48},
-            "retained": {"prompts": plain, "role": "retain", "n": 48},
-        },
-        "metrics": ["concept_rate", "accuracy"],
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,7 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     images = options.output.with_name(options.output.name + "_images")
     write_images(images, options.style, options.n)
     api.erase(recipe(images, options.rank, options.steps), output=options.output)
-    write_text(options.output / "suite.yaml", yaml.safe_dump(suite(options.style), sort_keys=False))
 
 
 if __name__ == "__main__":
