@@ -37,7 +37,9 @@ def timed_table(study: str, task: str) -> str:
     runs = again(study, task, budgets)
     if not runs:
         return ""
-    near, pending = others(study, task, how, budgets, {run["entry"] for run in runs})
+    near, pending = others(
+        study, task, how, budgets=budgets, run_again={run["entry"] for run in runs}
+    )
     names, later, steps = how.get("attacks", []), attack_runs(f"{study}/time"), attack_runs(study)
     attacked_runs = [(run, attacks_on(run, later)) for run in runs] + [
         (run, attacks_on(run, steps)) for run in near
