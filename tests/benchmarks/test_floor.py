@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import floor
+from concept_eraser.erasers.denoiser import Denoiser
 
 
 @pytest.mark.parametrize("trained", ["cross-attention", "LoRA, rank 64"])
@@ -38,6 +39,29 @@ def test_the_plain_loop_takes_the_step_of_the_engine(trained: str, tmp_path: Pat
         assert float(change.abs().median()) == pytest.approx(floor.LR, rel=0.01)
         same = (change.sign() == changes["floor"].sign()).float().mean()
         assert float(same) > 0.999, step
+
+
+SLACK = 1.25  # of a ratio of medians that 9 repetitions put at 1.00 to 1.03
+
+
+@pytest.mark.parametrize("trained", ["cross-attention", "default LoRA, bf16"])
+def test_the_engine_takes_the_time_of_the_loop(trained: str) -> None:
+    """CPU time of this process, in which the steps take turns: a busy machine changes it little."""
+    row = floor.measure("tiny", trained, 4, repetitions=5, device=torch.device("cpu"))
+    assert row["ratio"]["engine"][0] < SLACK
+
+
+def test_a_slower_engine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: an engine that computes each gradient twice."""
+    real = Denoiser.loss
+
+    def twice(self: Denoiser, objective: str, draw: Any) -> torch.Tensor:
+        real(self, objective, draw).backward()
+        return real(self, objective, draw)
+
+    monkeypatch.setattr(Denoiser, "loss", twice)
+    row = floor.measure("tiny", "cross-attention", 4, repetitions=3, device=torch.device("cpu"))
+    assert row["ratio"]["engine"][0] > SLACK
 
 
 def test_a_row_has_the_times_and_ratios(

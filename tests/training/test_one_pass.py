@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from concept_eraser.recipes.selections import select
 from concept_eraser.training import one_pass
 from concept_eraser.training.closure import LossClosure, of_step
 from concept_eraser.training.engine import Engine, Schedule
+from concept_eraser.training.memory import Peak
 from concept_eraser.training.one_pass import OnePass, Setting
 from concept_eraser.utils.errors import Interrupted
 from tests import families
@@ -212,6 +213,46 @@ def test_a_step_of_munba_has_so_many_passes(
     with counting(engine.eraser.module, monkeypatch) as counts:
         engine.do_step(0, None)
     assert counts == {"student": count, "teacher": count, "backward": count}
+
+
+class Copies(Peak):
+    """Counts the new tensors in fp32 that have one of some shapes."""
+
+    def __init__(self, shapes: Iterable[torch.Size]) -> None:
+        super().__init__()
+        self.shapes = set(shapes)
+        self.made = 0
+
+    def _count(self, value: torch.Tensor, *, is_new: bool) -> None:
+        is_copy = is_new and value.dtype == torch.float32 and value.shape in self.shapes
+        known = len(self._storages)
+        super()._count(value, is_new=is_copy)
+        self.made += is_copy and len(self._storages) > known
+
+
+def test_a_step_makes_one_copy_of_the_gradient_more_than_fine_tuning(
+    erasers: Mapping[str, Denoiser], tmp_path: Path
+) -> None:
+    """Counted on the 3 x 3 convolutions of the UNet, whose shape no activation has.
+
+    Fine-tuning makes the gradient and three tensors inside Adam for each weight. At most one is
+    there at once, beside those of the layer that is moved.
+    """
+    eraser = erasers["all weights"]
+    weights = [v for v in eraser.trainable().values() if v.dim() == 4 and v.shape[-1] == 3]
+    assert len(weights) == 20
+    made, held = {}, {}
+    for method in (Weighted(forget=0.0), Weighted(), Munba()):
+        name = f"{type(method).__name__} {len(made)}"
+        (tmp_path / name).mkdir()
+        engine = engine_of(eraser, tmp_path / name, method)
+        engine.do_step(0, None)  # makes the state of Adam
+        with Copies(value.shape for value in weights) as copies:
+            engine.do_step(1, None)
+        made[name] = copies.made / len(weights)
+        held[name] = int(copies.peak / sum(value.nbytes for value in weights))
+    assert made == {"Weighted 0": 4, "Weighted 1": 5, "Munba 2": 5}
+    assert held == {"Weighted 0": 1, "Weighted 1": 2, "Munba 2": 2}
 
 
 # the loss stereo is about attacks, and with an adversary each objective has its own pass;
