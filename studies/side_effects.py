@@ -1,15 +1,17 @@
 """Measure what else changes when a concept of the bundled model is erased.
 
-    python -m studies.side_effects studies/configs/side_effects.yaml [--parts matrix,sequence]
+    python -m studies.side_effects studies/configs/side_effects.yaml [--parts matrix,at_once]
     [--methods default,uce] [--concepts star,blue] [--work runs/side_effects]
     python -m studies.side_effects studies/configs/side_effects.yaml --cells
 
-The study has two parts:
+The study has three parts:
 
     matrix      Each concept is erased alone. The accuracy of every value of the bundled world (its
                 shapes, colours and styles) is measured before and after.
     sequence    The concepts of `sequence` are erased one after the other. Each run begins with the
                 pipeline of the run before. After each run the same values are measured.
+    at_once     The concepts of `sequence` are erased by one run. The prompts are those of the
+                sequence.
 
 The composition of two attributes needs no run of its own. The prompts of an erased value state the
 two other attributes, and the matrix has their accuracy.
@@ -67,7 +69,7 @@ from studies.rendering import side_effects as rendering
 from studies.result_tables import Results
 from studies.runs import clear, erased_model
 
-PARTS = ("matrix", "sequence")
+PARTS = ("matrix", "sequence", "at_once")
 VALUES = {value: name for name, values in bundled.VALUES.items() for value in values}
 TEMPLATES = protocol2.split_of("star", "test").templates
 # The second phrase of each background, which no training of `concept-eraser erase CONCEPT` has.
@@ -111,14 +113,14 @@ def draw_prompts(value: str, n: int, seed: int, without: Sequence[str] = ()) -> 
 
 
 def recipe_of(
-    study: Mapping[str, Any], way: str, concept: str, model: str = BUNDLED
+    study: Mapping[str, Any], way: str, *concepts: str, model: str = BUNDLED
 ) -> recipes.Recipe:
-    """Return the recipe of `concept-eraser erase CONCEPT` with a method of the study.
+    """Return the recipe of `concept-eraser erase CONCEPT ...` with a method of the study.
 
     Args:
         study: The configuration.
         way: The name of one of its `methods`. `method` replaces the default, `set` has overrides.
-        concept: The concept.
+        concepts: The concepts.
         model: The model. The settings are those of the bundled model for every model.
 
     Raises:
@@ -128,7 +130,7 @@ def recipe_of(
     keys = {"method": entry["method"]} if "method" in entry else {}
     settings = {**entry.get("set", {}), "training.seed": study["seed"]}
     changes = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    content = concept_job.recipe_content(make_plan([concept]), keys, changes)
+    content = concept_job.recipe_content(make_plan(list(concepts)), keys, changes)
     return recipes.load({**content, "model": model})
 
 
@@ -147,7 +149,7 @@ class Bench:
 
     def without(self, part: str) -> list[str]:
         """Return the values that a prompt of a part states only if they are its group's value."""
-        return list(self.study["sequence"]) if part == "sequence" else []
+        return [] if part == "matrix" else list(self.study["sequence"])
 
     def settings(self, part: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Return what determines a result: the study's settings, the prompts and `content`."""
@@ -256,6 +258,23 @@ class Bench:
             # weights.safetensors is enough to load it again
             shutil.rmtree(folder / "pipeline", ignore_errors=True)
 
+    def measure_at_once(self, way: str) -> None:
+        """Erase the concepts of the sequence by one run, and measure on the sequence's prompts."""
+        recipe = recipe_of(self.study, way, *self.study["sequence"])
+        key, folder = rendering.at_once_key(way), self.work / "at_once" / way
+        settings = self.settings("sequence", {"recipe": recipe.resolved()})
+        if self.is_current(key, settings):
+            return
+        clear(folder, recipe)
+        run = api.erase(recipe, output=folder, resume=True)
+        model: Any = run.model or erased_model(run)
+        content = {
+            "method": way,
+            "seconds": round(run.seconds, 1),
+            "weights": {"end": generate.model_fingerprint(model)},
+        }
+        self.store(key, model, part="sequence", settings=settings, content=content)
+
     def runs_of_sequence(self, way: str) -> Iterator[tuple[int, str, recipes.Recipe, Path]]:
         """Yield the number, concept, recipe and folder of each run of a sequence.
 
@@ -264,7 +283,7 @@ class Bench:
         """
         model = BUNDLED
         for number, concept in enumerate(self.study["sequence"], 1):
-            recipe = recipe_of(self.study, way, concept, model)
+            recipe = recipe_of(self.study, way, concept, model=model)
             name = f"{number:02d}_{concept}_{recipe.fingerprint[:8]}"
             folder = self.work / "sequence" / way / name
             yield number, concept, recipe, folder
@@ -369,12 +388,16 @@ def main() -> None:
         parser.error(str(error))
     bench = Bench(study, args.work, results)
     for part in chosen["parts"]:
-        bench.measure_original(part)
+        bench.measure_original("matrix" if part == "matrix" else "sequence")
         for way in chosen["methods"]:
+            if part not in study["methods"][way].get("parts", PARTS):
+                continue
             if part == "matrix":
                 bench.measure_matrix(way, chosen["concepts"])
-            else:
+            elif part == "sequence":
                 bench.measure_sequence(way)
+            else:
+                bench.measure_at_once(way)
 
 
 if __name__ == "__main__":

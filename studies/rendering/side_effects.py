@@ -79,6 +79,11 @@ def sequence_key(way: str, number: int, concept: str) -> str:
     return f"sequence_{way}_{number:02d}_{concept}"
 
 
+def at_once_key(way: str) -> str:
+    """Return the key of a run that erased the concepts of the sequence at once."""
+    return f"at_once_{way}"
+
+
 def hits(
     original: Content,
     result: Content,
@@ -259,7 +264,7 @@ def sequence(results: Mapping[str, Content], way: str) -> list[Content]:
     runs = {
         run["number"]: run
         for run in results.values()
-        if run["part"] == "sequence" and run.get("method") == way
+        if run["part"] == "sequence" and run.get("method") == way and "number" in run
     }
     rows: list[Content] = []
     while (number := len(rows) + 1) in runs:
@@ -481,12 +486,41 @@ run's training."""
     yield f"![concept rates]({STUDY}.sequence.svg)"
 
 
+def _at_once_part(
+    results: Mapping[str, Content], labels: Mapping[str, str], concepts: Sequence[str]
+) -> Iterator[str]:
+    """Yield the paragraphs about concepts that are erased by one run."""
+    runs = {way: run for way in labels if (run := results.get(at_once_key(way)))}
+    if not runs:
+        return
+    original = results[original_key("sequence")]
+    yield f"## {len(concepts)} concepts at once"
+    yield """One run erases the concepts of the sequence. The prompts are those of the sequence, so
+the rows can be compared with its last ones."""
+    head = ["method", "s", "concept rate of all, %", "highest, %"]
+    rows = [[*head, *(f"{name}, never erased, %" for name in BY_ATTRIBUTE)]]
+    models = [("the original", "", original)]
+    models += [(labels[way], f"{run['seconds']:.0f}", run) for way, run in runs.items()]
+    for label, seconds, run in models:
+        correct = {one: hits(original, run, one) for one in concepts}
+        worst = max(correct, key=lambda one: correct[one].mean())
+        highest = f"{worst}: {share(rate(correct[worst]))}"
+        erased = share(rate(np.concatenate(list(correct.values()))))
+        others = [share(rate(one)) for one in never_erased(original, run).values()]
+        rows.append([label, seconds, erased, highest, *others])
+    yield table(rows)
+
+
 def page() -> str:
     """Return eval/results/side_effects.md."""
     study = yaml.safe_load((STUDIES / f"{STUDY}.yaml").read_text())
     results = dict(Results(STUDY))
     labels = {way: entry["label"] for way, entry in study["methods"].items()}
-    parts = [*_matrix_part(results, labels), *_sequence_part(results, labels)]
+    parts = [
+        *_matrix_part(results, labels),
+        *_sequence_part(results, labels),
+        *_at_once_part(results, labels, study["sequence"]),
+    ]
     environments = [content["environment"] for content in results.values()]
     commits = sorted({str(environment["commit"])[:12] for environment in environments})
     versions = sorted({str(environment["versions"]["torch"]) for environment in environments})

@@ -263,6 +263,23 @@ def test_a_sequence_begins_with_the_last_pipeline(
     assert again["weights"] == second["weights"]
 
 
+def test_one_run_erases_the_concepts_of_the_sequence_at_once(
+    run_study: Callable[..., Results],
+) -> None:
+    """It has an objective for each concept, and the sequence's prompts. Finished ones stay."""
+    results = run_study("--parts", "at_once", "--methods", "uce")
+    assert set(results) == {"original_sequence", "at_once_uce"}
+    stored = results["at_once_uce"]
+    recipe = stored["settings"]["recipe"]
+    prompts = [objective["prompts"] for objective in recipe["forget"]]
+    assert ["star" in str(one) for one in prompts] == [True, False]
+    assert ["blue" in str(one) for one in prompts] == [False, True]
+    original_settings = results["original_sequence"]["settings"]
+    assert stored["settings"]["prompts_hash"] == original_settings["prompts_hash"]
+    assert rendering.sequence(results, "uce") == [], "it is no run of the sequence"
+    assert run_study("--parts", "at_once", "--methods", "uce")["at_once_uce"] == stored
+
+
 def test_the_arithmetic_of_the_matrix() -> None:
     """Red is measured without red stars. The interval is that of the pairs."""
     scenes = {
@@ -425,7 +442,11 @@ def test_the_page_and_its_figures(no_results: Path) -> None:
             number=number,
             weights={"start": f"model {number - 1}", "end": f"model {number}"},
         )
+    results["at_once_uce"] = with_labels(
+        in_turn, {("star", "shape"): dict.fromkeys(range(20), "none")}, method="uce"
+    )
     page = rendering.page()
+    assert "| UCE | 1 | 91.7 [" in page, "of twelve concepts one is erased, with 20 images of each"
     assert "| default | star | heart | 40 | 100.0 [91.2, 100.0] | 0.0 [0.0, 8.8] | -100.0 [" in page
     assert "| default | star | color | 40 | 100.0 [91.2, 100.0] | 100.0 [91.2, 100.0] |" in page
     assert "| 1 | star | 1 | 25.0 [11.2, 46.9] |" in page
