@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from studies.result_tables import TABLES
+
 HERE = Path(__file__).parent.parent.parent / "benchmarks"
 PAGE = (HERE / "README.md").read_text()
 
@@ -25,7 +27,8 @@ REST = "Gram matrix, combination, checks and log"  # % of a step
 WAITS = "waits of the host for the device in MUNBa's step"
 FULL = "peak of the commands at full size against the estimate"  # % beyond it
 ATTACK = "an iteration of an attack against the bare passes"
-MEASURED = (STEP, SUM, UNO, REST, WAITS, FULL, ATTACK)
+QUICKSTART = "quickstart without installation, two idle cores"  # seconds
+MEASURED = (STEP, SUM, UNO, REST, WAITS, FULL, ATTACK, QUICKSTART)
 WORDS = {"one": 1.0}
 
 # target -> what was measured -> the present limit; the page has the reason of each
@@ -85,6 +88,9 @@ def measured(what: str) -> Iterator[tuple[str, float]]:
                 yield f"{row['job']}, batch {row['batch']}", row["syncs"]
     elif what == FULL:
         yield from _full_size()
+    elif what == QUICKSTART:
+        seconds = json.loads((TABLES / "quickstart.json").read_text())["seconds"]
+        yield "the committed run", seconds["erasing"] + seconds["measuring"]
     else:
         for row in read("attack_steps"):
             yield row["attack"], row["ratio"][0]
@@ -115,6 +121,12 @@ def test_the_committed_numbers_meet_the_target(what: str) -> None:
     assert beyond.keys() == shortfalls.keys(), "of these the page names the shortfalls"
     too_far = {name: number for name, number in beyond.items() if number > shortfalls[name]}
     assert not too_far, f"beyond the present limits: {too_far}"
+
+
+def test_two_processes_send_a_gradient_for_each_objective_and_three_numbers() -> None:
+    rows = [row for row in read("scale") if row["job"].startswith("MUNBa")]
+    assert len(rows) == 2
+    assert [row["sent_bytes"] - row["floor_bytes"] for row in rows] == [12, 12]
 
 
 @pytest.mark.parametrize(
