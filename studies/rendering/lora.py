@@ -74,7 +74,10 @@ def page() -> str:
     ) -> str:
         return table([list(head), *(cells(row, measured[row.name]) for row in chosen)])
 
-    alone = [row for row in rows if set(row.loras) <= {first} and not row.export]
+    alone = sorted(
+        (row for row in rows if set(row.loras) <= {first} and not row.export),
+        key=lambda row: row.loras.get(first, 0.0),
+    )
     smaller = [row for row in rows if {"rank", "dtype"} & set(row.export)]
     weighed = [row for row in rows if "block_weights" in row.export]
     others = [row for row in rows if row not in [*alone, *smaller, *weighed]]
