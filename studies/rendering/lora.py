@@ -29,10 +29,12 @@ def concept_rate(runs: Runs, concept: str) -> Interval | None:
     return wilson(labels.count(concept), len(labels)) if labels else None
 
 
-def retain_accuracy(runs: Runs, prompts: Sequence[Any]) -> Interval | None:
-    """Return the share of images of retain prompts with every attribute that the prompt states."""
+def retain_accuracy(
+    runs: Runs, prompts: Sequence[Any], attributes: Sequence[str] = tuple(BY_ATTRIBUTE)
+) -> Interval | None:
+    """Return the share of images of retain prompts with these attributes of the prompt."""
     right = [
-        all(labels[name][i] == fields[name] for name in BY_ATTRIBUTE)
+        all(labels[name][i] == fields[name] for name in attributes)
         for run in runs
         for labels in [run["predicted"][RETAINED]]
         for i, fields in enumerate(prompts)
@@ -63,10 +65,10 @@ def page() -> str:
     rows = [row for row in rows_of(study) if row.name in measured]
     first, prompts = study["concepts"][0], measured["original"][0]["prompts"][RETAINED]
 
-    def rates(runs: Runs, concepts: Sequence[str]) -> list[str]:
+    def rates(runs: Runs, concepts: Sequence[str], *attributes: str) -> list[str]:
         return [
             *(share(concept_rate(runs, one)) for one in concepts),
-            share(retain_accuracy(runs, prompts)),
+            share(retain_accuracy(runs, prompts, attributes or tuple(BY_ATTRIBUTE))),
         ]
 
     def part(
@@ -94,7 +96,8 @@ def page() -> str:
         strengths = {value for name, value in row.loras.items() if name != STYLE}
         strength = f"{strengths.pop():g}" if strengths else "-"
         look = share(style_rate(runs, study["style"]["value"]))
-        return [" + ".join(row.loras) or "none", strength, *rates(runs, study["concepts"]), look]
+        ends = rates(runs, study["concepts"], "shape", "color")
+        return [" + ".join(row.loras) or "none", strength, *ends, look]
 
     ends = [f"concept rate, {first} %", "retain accuracy %"]
     every = [f"concept rate, {one} %" for one in study["concepts"]]
@@ -133,7 +136,7 @@ def page() -> str:
                         "LoRAs",
                         "strength of the erasures",
                         *every,
-                        "retain accuracy %",
+                        "retain accuracy, shape and colour %",
                         f"{study['style']['value']}, of prompts without a style %",
                     ],
                     [*[row for row in alone if not row.loras], *whole, *others],
