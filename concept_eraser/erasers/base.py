@@ -142,6 +142,7 @@ class AttackTerms:
         seed: The seed of the random tokens from which these are learned.
         search: The rounds of a search for several attacks: their number, and in each of them the
             steps on the weights and then on the attack (`Method.search`). None for one attack.
+        both_branches: Whether the empty prompt has an attack of its own.
     """
 
     warmup: int = 0
@@ -149,6 +150,7 @@ class AttackTerms:
     tokens: int = 0
     seed: int = 0
     search: tuple[int, int, int] | None = None
+    both_branches: bool = False
 
     @property
     def kept(self) -> int:
@@ -367,10 +369,15 @@ class Part:
             return 0.0 * self.delta.sum()
         attacked_draw = replace(draw, is_attacked=not self.is_warming_up)
         if objective_name == "attack":
-            return compute(attacked_draw) + 0.5 * objective.decay * self.delta.square().sum()
+            value = self.attacked_loss(attacked_draw, compute)
+            return value + 0.5 * objective.decay * self.delta.square().sum()
         if not self.attack.is_sum:
-            return objective.scale * compute(attacked_draw)
-        return objective.scale * (compute(draw) + compute(attacked_draw))
+            return objective.scale * self.attacked_loss(attacked_draw, compute)
+        return objective.scale * (compute(draw) + self.attacked_loss(attacked_draw, compute))
+
+    def attacked_loss(self, draw: Any, compute: Callable[[Any], Tensor]) -> Tensor:
+        """Return a loss on a draw that is under attack, or about to be after the warm-up."""
+        return compute(draw)
 
     def settle(self, objective: str, draw: Any) -> None:
         """Update the running statistics by one batch. This does nothing if they are frozen."""

@@ -8,6 +8,12 @@ that condition in place of the training loss. The forget loss is then the sum of
 and at 0, or that at delta alone (`attack.forget`). For examples without their prompt
 (`empty_prompts`), delta is added to the empty one.
 
+With `attack.both_branches` there are two offsets [2, tokens, width], that of the prompts and that
+of the empty prompt, as in the attack soft_prompt_both. A loss under attack is then the sum of its
+values for the prompts at the first, and for the empty prompt at the second. So the attack
+regenerates the concept by both predictions of guidance. The forget loss preserves the unconditional
+prediction under the second offset: its target is the teacher's, without the offset.
+
 A search (`AttackTerms.search`) keeps several offsets, delta [K, tokens, width]. In round r the
 forgotten prompts are under the offset of round r - 1 (none in the first), and the attack learns
 that of round r. After the last round the weights have their original values again, and each
@@ -19,7 +25,7 @@ discarded at the end. Its draws are trajectories that its teacher samples for th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,7 +106,7 @@ class Denoiser(Part):
             one = objectives["attack"].examples.null.tensors.get(EMBEDDING)
             if one is None:
                 raise model.lacks("an adversary on the text's embedding")
-            kept = (max(1, attack.kept), *one.shape[1:])
+            kept = (2 if attack.both_branches else max(1, attack.kept), *one.shape[1:])
             self.delta = nn.Parameter(torch.zeros(kept, dtype=torch.float32, device=model.device))
         self.log_z: dict[str, nn.Parameter] = {}
         for name, objective in objectives.items():
@@ -368,6 +374,19 @@ class Denoiser(Part):
         return value + objective.elastic * penalty(
             weights, list(self.originals.values()), self.fisher[name]
         )
+
+    def attacked_loss(
+        self, draw: DenoiserDraw, compute: Callable[[DenoiserDraw], Tensor]
+    ) -> Tensor:
+        """Return a loss under attack, with `both_branches` the sum over the two branches."""
+        if not self.attack.both_branches:
+            return compute(draw)
+        anchor = None if draw.anchor is None else draw.null
+        prompts, empty = draw, replace(draw, condition=draw.null, anchor=anchor)
+        if draw.is_attacked:
+            first = torch.ones_like(draw.t).long()
+            prompts, empty = replace(prompts, attacks=first), replace(empty, attacks=2 * first)
+        return compute(prompts) + compute(empty)
 
     @property
     def module_in_use(self) -> nn.Module:

@@ -116,7 +116,7 @@ class DenoiserDraw:
     mixture: tuple[tuple[float, Condition], ...] = ()
     # whether an adversary's offset is added to the prompt, for the model in training only
     is_attacked: bool = False
-    # [b]: of a search for several attacks, the number of each example's, 0 for none
+    # [b]: where there are several offsets, the number of each example's, 0 for none
     attacks: Tensor | None = None
     # of the loss balance: the steps of each example's trajectory; `noisy` is its first state
     trajectory: TrajectorySteps | None = None

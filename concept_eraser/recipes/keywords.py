@@ -97,6 +97,7 @@ class AttackSettings(TypedDict, total=False):
     loss: Literal["noise", "prediction"]
     forget: Literal["both", "attacked"]
     tokens: int
+    both_branches: bool
 
 
 class HistogramSettings(TypedDict, total=False):

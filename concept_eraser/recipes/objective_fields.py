@@ -553,6 +553,13 @@ class AttackSpec(Strict):
             "the prompt whose embeddings are learned, each step from random tokens (AdvUnlearn: 1)"
         ),
     )
+    both_branches: bool = Field(
+        False,
+        description=(
+            "target denoiser: attack both branches of guidance, with a second offset for the empty "
+            "prompt; the forget loss then also preserves the unconditional prediction under it"
+        ),
+    )
 
 
 class HistogramSpec(Strict):

@@ -148,6 +148,8 @@ class Recipe(RecipeFields):
             left_out["templates"] = True
         if not self.model_options:
             left_out["model_options"] = True
+        if self.attack is not None and not self.attack.both_branches:
+            left_out["attack"] = {"both_branches"}  # so that older runs keep their fingerprint
         unused_keys = {
             key
             for key in (*MEMORY, *ASIDE, *OPTIMISATION)

@@ -7,9 +7,11 @@ from typing import Any
 from concept_eraser.recipes.objective_fields import (
     LOSS_NAMES,
     PROMPTED,
+    WITH_EMPTY,
     ObjectiveSpec,
     concept_objective,
     fits,
+    requires,
 )
 from concept_eraser.recipes.schema import RecipeFields
 from concept_eraser.recipes.training_fields import MEMORY, TrainingSpec
@@ -202,6 +204,7 @@ def _fits_target(recipe: RecipeFields) -> None:
             "attack.tokens learns embeddings of tokens, which the target text_encoder reads; found "
             f"target {recipe.target!r}; leave it out for an offset of the prompt's encoding"
         )
+    _both_branches(recipe)
     if recipe.relearn is not None and recipe.target not in PROMPTED:
         raise ValueError(
             f"relearn: the target {recipe.target!r} has no objective for a later fine-tuning; use "
@@ -220,6 +223,29 @@ def _fits_target(recipe: RecipeFields) -> None:
     if recipe.watch is not None and recipe.target not in PROMPTED:
         raise ValueError(
             f"watch: the suites of prompts do not apply to the target {recipe.target!r}"
+        )
+
+
+def _both_branches(recipe: RecipeFields) -> None:
+    """Raise ValueError if the unconditional prediction cannot be preserved under an attack."""
+    if recipe.attack is None or not recipe.attack.both_branches:
+        return
+    if recipe.target != "denoiser":
+        raise ValueError(
+            "attack.both_branches attacks the unconditional prediction of the denoiser; found "
+            f"target {recipe.target!r}; leave it out"
+        )
+    if recipe.attack.loss != "noise":
+        raise ValueError(
+            "attack.both_branches needs attack.loss: noise, since the original's prediction for "
+            f"the empty prompt does not show the concept; found {recipe.attack.loss!r}"
+        )
+    forget = recipe.forgotten[0]
+    if not requires(forget.loss, "holds_empty") or forget.teacher == "current":
+        raise ValueError(
+            "attack.both_branches needs a forget loss that preserves the unconditional prediction "
+            f"({', '.join(WITH_EMPTY)}) of teacher: frozen; found loss: {forget.loss}, "
+            f"teacher: {forget.teacher}"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from concept_eraser.data.batches import READ_AT_ONCE, Examples, chunk_of
 from concept_eraser.erasers import denoiser, text_encoder
-from concept_eraser.erasers.base import Inseparable
+from concept_eraser.erasers.base import AttackTerms, Inseparable
 from concept_eraser.losses import LossSettings
 from concept_eraser.losses.trajectory import TrajectorySteps
 from concept_eraser.methods.base import Method
@@ -264,7 +264,11 @@ def _eraser(recipe: Recipe, model: Model, names: list[str], adapter: Any) -> Any
             settings=LossSettings(shows=lambda images: images.flatten(1).mean(1).sigmoid()),
         )
     return denoiser.Denoiser(
-        model, {name: ready[name] for name in recipe.all_objectives}, names, adapter=adapter
+        model,
+        {name: ready[name] for name in recipe.all_objectives},
+        names,
+        adapter=adapter,
+        attack=AttackTerms(both_branches=recipe.attack is not None and recipe.attack.both_branches),
     )
 
 

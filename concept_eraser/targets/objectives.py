@@ -65,6 +65,7 @@ def attack_terms(recipe: Recipe) -> AttackTerms:
         warmup=recipe.attack.warmup,
         is_sum=recipe.attack.forget == "both",
         tokens=recipe.attack.tokens,
+        both_branches=recipe.attack.both_branches,
         seed=recipe.training.seed,
         search=recipe.method.build().search,
     )

@@ -175,6 +175,84 @@ def test_the_warm_up_has_no_attack_and_then_the_forget_loss_is_under_it_alone(
     assert losses(2)["forget"] == pytest.approx(2 * clean["forget"], rel=1e-5)
 
 
+def test_both_branches_have_an_offset_each(tiny, tmp_path) -> None:
+    """The losses are those by hand: of the prompts at one offset, and of the empty prompt at the
+    other, with the original's predictions for both without an offset.
+    """
+    attack = {"n": 8, "both_branches": True, "decay": 0.0, "warmup": 3}
+    content = short(method={"name": "forum"}, attack=attack, forget__loss="anchor")
+    eraser = Job(recipe.load(content), tiny, tmp_path, silent).eraser()
+    (delta,) = eraser.adversary().values()
+    draws = {name: eraser.draw(name, [1, 2]) for name in ("retain", "forget", "attack")}
+    forget = draws["forget"]
+
+    def losses(step: int) -> dict[str, float]:
+        eraser.turn(step)
+        return {name: float(eraser.loss(name, draw).detach()) for name, draw in draws.items()}
+
+    def error(name: str, states: torch.Tensor, target: torch.Tensor) -> float:
+        draw = draws[name]
+        with torch.no_grad():
+            prediction = tiny.denoise(draw.noisy, draw.t, Condition({"states": states}))
+        return float((prediction - target).square().mean())
+
+    assert delta.shape == (2, *forget.condition.tensors["states"].shape[1:])
+    with torch.no_grad():
+        prompts_target, empty_target = (
+            tiny.denoise(forget.noisy, forget.t, one) for one in (forget.anchor, forget.null)
+        )
+    before = losses(3)
+    plain = error("forget", forget.condition.tensors["states"], prompts_target)
+    assert before["forget"] == pytest.approx(2 * plain, rel=1e-5), "no offset, no change"
+    assert losses(0)["attack"] == 0
+    with torch.no_grad():
+        delta.normal_(generator=torch.Generator().manual_seed(0))
+    assert losses(0)["forget"] == before["forget"], "the warm-up has no offset"
+    after = losses(3)
+    assert after["retain"] == before["retain"]
+    states, null = (one.tensors["states"] for one in (forget.condition, forget.null))
+    shifted = [states + delta[0].detach(), null + delta[1].detach()]
+    expected = error("forget", shifted[0], prompts_target) + error(
+        "forget", shifted[1], empty_target
+    )
+    assert after["forget"] == pytest.approx(plain + expected, rel=1e-5)
+    draw = draws["attack"]
+    expected = sum(
+        error("attack", one.tensors["states"] + row, draw.target)
+        for one, row in zip((draw.condition, draw.null), delta.detach(), strict=True)
+    )
+    assert after["attack"] == pytest.approx(expected, rel=1e-5)
+    (slope,) = torch.autograd.grad(eraser.loss("attack", draw), [delta])
+    assert slope.flatten(1).norm(dim=1).gt(0).all(), "each offset is learned"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": "text_encoder", "trainable__select": "all"}, "found target 'text_encoder'"),
+        ({"attack": {"loss": "prediction"}}, "needs attack.loss: noise"),
+        ({"forget__loss": "data"}, "found loss: data"),
+        ({"forget__teacher": "current"}, "teacher: current"),
+    ],
+)
+def test_both_branches_need_an_unconditional_prediction_to_preserve(
+    changes: dict, message: str
+) -> None:
+    attack = {"both_branches": True, **changes.pop("attack", {})}
+    with pytest.raises(UserError, match=message):
+        recipe.load(
+            short(**{"forget__loss": "anchor", **changes}, method={"name": "forum"}, attack=attack)
+        )
+
+
+def test_an_attack_on_the_prompts_alone_keeps_its_fingerprint() -> None:
+    """Stored runs have no such key."""
+    assert "both_branches" not in recipe.load("tiny_star_forum").resolved()["attack"]
+    both = recipe.load("tiny_star_forum", ["attack.both_branches=true"])
+    assert both.resolved()["attack"]["both_branches"] is True
+    assert both.fingerprint != recipe.load("tiny_star_forum").fingerprint
+
+
 def test_learned_tokens_stand_before_the_prompt(tiny, tmp_path) -> None:
     """Their embeddings are AdvUnlearn's: [start, learned, prompt, end], anew in each step."""
     content = short(

@@ -290,6 +290,11 @@ CASES: list[dict[str, Any]] = [
     },
     {"trainable__lora": 4, "training__micro_batches": 2, "training__batch_size": 8},
     {"trainable__select": "all", "training__one_pass": "on"},
+    {
+        "method": {"name": "adversarial", "inner_steps": 1},
+        "attack": {"n": 8, "both_branches": True},
+        "training__batch_size": 8,
+    },
 ]
 
 
