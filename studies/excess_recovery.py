@@ -33,6 +33,7 @@ from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import runner
 from concept_eraser.evaluation.never_learned import NeverLearned, read_record
 from concept_eraser.models.base import Model, onto_gpu
+from concept_eraser.runs import job as jobs
 from concept_eraser.utils import provenance
 from studies import selection
 from studies.rendering.excess_recovery import attack_key, model_key, selection_key
@@ -130,7 +131,11 @@ def train(
     recipe = recipe_of(erasure_of(study, entry, case.name), point, seed)
     folder = work / model_key(case.name, entry, seed)
     clear(folder, recipe)
-    run = api.erase(recipe, output=folder, resume=True)
+    if recipe.has_objects and (folder / "done.json").exists():
+        # `erase` reads no finished run with an object; this one is of the same study
+        run = api.Run(folder, recipe, jobs.read_done(folder)["seconds"])
+    else:
+        run = api.erase(recipe, output=folder, resume=True)
     # from the stored tensors, so that a finished run has the same weights in every call
     model = cast(Model, erased_model(run))
     onto_gpu(model)

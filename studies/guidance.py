@@ -25,22 +25,17 @@ from typing import Any, cast
 
 import torch
 import yaml
-from torch import Tensor
 
 from concept_eraser import api
 from concept_eraser.data import prompts
 from concept_eraser.models.base import Model
 from concept_eraser.utils import provenance
+from studies.never_learned_change import along
 from studies.result_tables import Results
 from studies.runs import erased_model, recipe_of, run_one, suite_of
 from studies.tasks import parse_names
 
 STUDY = "guidance"
-
-
-def along(change: Tensor, direction: Tensor) -> float:
-    """Return the projection of a change on a direction, relative to its length."""
-    return float((change * direction).sum() / direction.square().sum())
 
 
 @torch.no_grad()

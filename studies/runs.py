@@ -14,6 +14,7 @@ from concept_eraser.evaluation.suite import PromptEvaluation, dumps
 from concept_eraser.models import run_base
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils.errors import UserError
+from studies.never_learned_change import NeverLearnedChange
 
 
 def run_one(
@@ -57,11 +58,23 @@ def run_one(
 
 
 def recipe_of(entry: dict, point: dict, seed: int, watch: dict | None = None) -> recipes.Recipe:
-    """Return the recipe of an entry at one setting and one training seed."""
+    """Return the recipe of an entry at one setting and one training seed.
+
+    The key `change` of an entry has the options of a forget loss that only a study has
+    (studies/never_learned_change.py).
+    """
     overrides = {**entry.get("set", {}), **point, "training.seed": seed} | (
         {"watch": watch} if watch else {}
     )
-    return recipes.load(entry["recipe"], [f"{k}={json.dumps(v)}" for k, v in overrides.items()])
+    recipe = recipes.load(entry["recipe"], [f"{k}={json.dumps(v)}" for k, v in overrides.items()])
+    if "change" not in entry:
+        return recipe
+    content = recipe.resolved()
+    change = entry["change"]
+    content["forget"]["loss"] = NeverLearnedChange(
+        tuple(change["conditional"]), tuple(change["unconditional"])
+    )
+    return recipes.load(content)
 
 
 def same(older: dict, recipe: recipes.Recipe, *, with_watch: bool = True) -> bool:

@@ -52,6 +52,7 @@ STUDIES = {
     "excess_recovery": "What attacks recover beyond a model that never learned the concept",
     "combination_rules": "What the combination rule contributes, with all else equal",
     "continuity": "The star under protocol 2",
+    "candidates": "Candidates for the default, on the star",
 }
 
 
