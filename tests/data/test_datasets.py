@@ -12,12 +12,18 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import open_clip
 import pytest
+import torch
 from PIL import Image
 from scipy.io import savemat
 
-from concept_eraser import registry
+from concept_eraser import api, registry
+from concept_eraser.data.labelled import choose
+from concept_eraser.models.families.clip import Clip
+from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils.errors import UserError
+from studies import train_classifier
 
 
 def image(path: Path, tone: int, size: tuple[int, int] = (90, 70)) -> None:
@@ -68,6 +74,33 @@ def test_the_judge_labels_painted_scenes_correctly(shared_tiny) -> None:
     ).shape == (1, 3, 32, 32)
 
 
+def train_and_erase(
+    name: str, root: Path, monkeypatch: pytest.MonkeyPatch, **options: object
+) -> tuple[Path, Path]:
+    """Train a small classifier with the study's command, and run two steps of the recipe on it.
+
+    Args:
+        name: The data set, which is that of a recipe of MUNBa's Tables 1 and 9.
+        root: The folder of its files.
+        monkeypatch: Sets the command line.
+        options: Further options of the data set.
+
+    Returns:
+        The folders of the classifier and of the run.
+    """
+    data = {"root": root, **options}
+    classifier = root / "classifier"
+    command = ["train_classifier", name, "--set", *(f"{k}={v}" for k, v in data.items())]
+    command += ["--options", "width=2", "--epochs", "1", "-o", str(classifier)]
+    monkeypatch.setattr("sys.argv", command)
+    train_classifier.main()
+    recipe = "celeba_hq_munba" if name == "celeba_hq" else f"{name}_class_munba"
+    changes = [f"forget.options.{key}={value}" for key, value in data.items()]
+    changes += ["training.steps=2", "training.batch_size=2", "training.device=cpu"]
+    run = api.erase(recipe, model=classifier, overrides=changes, output=root / "run")
+    return classifier, run.folder
+
+
 def test_cifar10(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,54 +124,37 @@ def test_cifar10(
     assert (len(train), train.names[2]) == (20, "bird")
     assert train.inputs([0, 4]).amin((1, 2, 3)).tolist() == [-1.0, 1.0]
     assert train.inputs([0]).shape == (1, 3, 32, 32)
-    # the recipe on these files, from a classifier that the tool trains
-    from concept_eraser import api
-    from studies import train_classifier
-
-    classifier_folder = tmp_path / "classifier"
-    monkeypatch.setattr(
-        "sys.argv",
-        [
-            "train_classifier",
-            "cifar10",
-            "--set",
-            f"root={tmp_path}",
-            "--options",
-            "width=2",
-            "--epochs",
-            "1",
-            "-o",
-            str(classifier_folder),
-        ],
-    )
-    train_classifier.main()
+    classifier, run = train_and_erase("cifar10", tmp_path, monkeypatch)
+    assert (run / "model" / "model.safetensors").is_file()
     assert "of 4 test examples are right" in capsys.readouterr().out
-    changes = [
-        f"forget.options.root={tmp_path}",
-        "training.steps=2",
-        "training.batch_size=2",
-        "training.device=cpu",
-    ]
-    run = api.erase(
-        "cifar10_class_munba", model=classifier_folder, overrides=changes, output=tmp_path / "run"
-    )
-    assert (run.folder / "model" / "model.safetensors").is_file()
     with pytest.raises(SystemExit):
         train_classifier.main()
     assert "is not empty; give a new folder" in capsys.readouterr().err
+    assert classifier.is_dir()
 
 
 def test_svhn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision.datasets import SVHN
 
     monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)
-    savemat(
-        tmp_path / "train_32x32.mat",
-        {"X": np.zeros((32, 32, 3, 5), dtype=np.uint8), "y": np.array([[1], [2], [10], [3], [10]])},
-    )
+    for split in ("train", "test"):
+        pixels, digits = np.zeros((32, 32, 3, 5), dtype=np.uint8), [[1], [2], [10], [3], [10]]
+        savemat(tmp_path / f"{split}_32x32.mat", {"X": pixels, "y": np.array(digits)})
     train = registry.build("dataset", "svhn", {"root": str(tmp_path)}).load("train")
     assert train.labels.tolist() == [1, 2, 0, 3, 0]  # the file says 10 for the digit 0
     assert train.inputs([1]).shape == (1, 3, 32, 32)
+    _, run = train_and_erase("svhn", tmp_path, monkeypatch)
+    assert (run / "model" / "model.safetensors").is_file()
+
+
+def tiny_open_clip() -> Clip:
+    """A CLIP model of open_clip with random weights, for images of 32 pixels."""
+    torch.manual_seed(0)
+    vision = open_clip.CLIPVisionCfg(
+        layers=1, width=32, head_width=16, patch_size=16, image_size=32
+    )
+    text = open_clip.CLIPTextCfg(context_length=77, vocab_size=49408, width=32, heads=2, layers=1)
+    return Clip.from_object(open_clip.CLIP(embed_dim=16, vision_cfg=vision, text_cfg=text))
 
 
 def test_oxford_pets(tmp_path: Path) -> None:
@@ -152,6 +168,12 @@ def test_oxford_pets(tmp_path: Path) -> None:
     )
     assert pets.names == ("Abyssinian", "Beagle")
     assert pets.inputs([0, 1]).shape == (2, 3, 32, 32)
+    changes = [f"forget.options={{root: {tmp_path}, size: 32}}"]
+    changes += ["training.steps=2", "training.batch_size=2", "training.device=cpu"]
+    run = api.erase(
+        "pets_clip_munba", model=tiny_open_clip(), overrides=changes, output=tmp_path / "run"
+    )
+    assert (run.folder / "weights.safetensors").is_file()
 
 
 def test_imagenette(tmp_path: Path) -> None:
@@ -200,13 +222,19 @@ def test_the_names_of_imagenet_have_torchvisions_order() -> None:
     assert pairs[497][0].startswith("church")
 
 
-def test_celeba_hq(tmp_path: Path) -> None:
+def test_celeba_hq(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    people = sorted(str(1000 + 3 * i) for i in range(307))
     for split in ("train", "test"):
-        for person in ("17", "4"):
-            image(tmp_path / split / person / "0.jpg", 30)
+        for person in people:
+            image(tmp_path / split / person / "0.jpg", 30, (16, 16))
     data = registry.build("dataset", "celeba_hq", {"root": str(tmp_path), "size": 16}).load("test")
-    assert data.names == ("17", "4")
+    assert data.names == tuple(people)
     assert data.inputs([0]).shape == (1, 3, 16, 16)
+    # the recipe forgets every tenth of the sorted folders
+    _, run = train_and_erase("celeba_hq", tmp_path, monkeypatch, size=16)
+    forgotten = choose(data, classes=recipes.load_run(run).forget.classes)
+    assert [people[int(i)] for i in forgotten] == people[::10]
+    assert (run / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
