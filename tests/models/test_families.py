@@ -38,6 +38,7 @@ from concept_eraser.models.flow import Flow
 from concept_eraser.models.loading import load
 from concept_eraser.models.lora import Factors
 from concept_eraser.recipes.selections import select
+from concept_eraser.training import log as logs
 from concept_eraser.utils.errors import Interrupted, UserError
 from tests import families
 from tests.families import by_hand, options, plain, sample_images, texts
@@ -586,6 +587,28 @@ def test_a_run_from_loading_to_sampling(
     # the changed tensors alone, on the original
     overlay = load(run.folder / "weights.safetensors", base=get_model(name))
     assert (sample_images(name, overlay) == sample_images(name, again)).all()
+
+
+def test_uno_with_its_anchor_term_on_classes(folder: Any, tmp_path: Path) -> None:
+    """UNO's experiment on DiT: images of another class for the forgotten one, its code's factor."""
+    prompt, other = texts("dit")
+    run = concept_eraser.erase(
+        model=str(folder("dit")),
+        forget={"prompts": [prompt], "n": 2, "loss": "data"},
+        retain={"prompts": [other], "n": 2, "loss": "data"},
+        replace={"prompts": [prompt], "n": 2, "loss": "relabel", "anchor": other},
+        method={"name": "uno", "strength": 0.02, "reduction": "mean"},
+        trainable="all",
+        training={"steps": 2, "batch_size": 2, "lr": 1e-4, "device": "cpu"},
+        generation={"steps": 2, "guidance": 2.0},
+        output=tmp_path / "run",
+    )
+    first, second = logs.read(run.folder / "log.jsonl")
+    assert set(first["losses"]) == {"retain", "forget", "replace"}
+    assert (first["beta"], first["exact_products"]) == (0.02, 1)
+    assert first["slope_norm"] > 0
+    assert first["difference_error"] < 1e-3
+    assert second["losses"] != first["losses"]
 
 
 @every

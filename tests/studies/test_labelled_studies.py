@@ -280,7 +280,10 @@ def vae_result(class_rates: list[float] | None = None) -> dict[str, Any]:
         "fid": 41.0,
         "concept_rate": 0.01,
         "per_step": 0.01,
-        "measurements": [{"step": 0, "seconds": 0.0, "concept_rate": 0.2, "fid": 40.0}],
+        "measurements": [
+            {"step": 0, "seconds": 0.0, "concept_rate": 0.2, "fid": 40.0},
+            {"step": 7, "seconds": 6.0, "concept_rate": 0.01, "fid": 41.0},
+        ],
     }
     runs = [{**run, "seed": seed} for seed in range(2)]
     if class_rates is not None:
@@ -442,7 +445,13 @@ def test_a_result_without_class_rates_has_no_table_of_them(no_results: Path) -> 
 
     content = {"algorithms": {"S": vae_result()}, "settings": {"below": 0.02}}
     assert labelled.class_rates(content) == {}
-    assert len(labelled.trajectories(content).axes) == 4
+    axes = labelled.trajectories(content).axes
+    assert len(axes) == 4
+    # the rate of the class in percent, and below it the FID, over steps and seconds
+    for column, end in enumerate((7.0, 6.0)):
+        rate, fid = axes[column].lines[0], axes[2 + column].lines[0]
+        assert [list(line.get_xdata()) for line in (rate, fid)] == [[1e-3, end]] * 2
+        assert [list(line.get_ydata()) for line in (rate, fid)] == [[20.0, 1.0], [40.0, 41.0]]
 
 
 def test_a_dead_process_is_reported_and_peaks_are_its_own() -> None:
