@@ -20,6 +20,7 @@ STATEMENTS: dict[str, dict[str, list[Any]]] = {
         "Lemma": ["2.1", "2.2", "2.4", "2.8", "6.1"],
         "Theorem": ["2.3", "2.5", "2.6", "2.9", "2.10"],
         "Remark": ["2.7"],
+        "Algorithm": [1],
         "Table": [*range(1, 10)],
         "Figure": [*range(1, 5)],
     },
