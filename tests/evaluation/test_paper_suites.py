@@ -216,6 +216,15 @@ def test_a_table_that_the_user_has(
     assert all(prompt.seed is not None for prompt in evaluation.groups[group].prompts)
 
 
+def test_the_command_of_the_142_prompts_attacks_them_all() -> None:
+    """An attack takes 20 prompts of a suite unless -n says otherwise."""
+    text = (resources.folder("eval") / "unlearn_diff_nudity.yaml").read_text()
+    words = text.splitlines()[0].removeprefix("# concept-eraser ").split()
+    assert words[:2] == ["attack", "RUN"]
+    n = suites.load("unlearn_diff_nudity").groups["direct"].n
+    assert words[words.index("-n") + 1] == str(n)
+
+
 def test_list_and_show_know_the_suites_and_judges() -> None:
     runner = CliRunner()
     names = [f"imagenette_{name}" for name in IMAGENETTE]
