@@ -7,7 +7,9 @@ other FID and have a separate name, `fid_torchmetrics64`.
 Difference from SalUn's script (OPTML-Group/Unlearn-Saliency, SD/eval-scripts/compute-fid.py, lines
 10-11, and dataset.py, lines 23-30): it scales images to [-1, 1] and then converts these numbers to
 bytes. So black becomes 255, white 1, and every other value 0. Here the network sees the images
-themselves. A number of that script is not comparable with one of this package.
+themselves. A number of that script is not comparable with one of this package. MUNBa's code has
+this script too (SD/eval_scripts/compute-fid.py, lines 9-18). Its reference is the first 1,000
+training images of Imagenette outside of the class (dataset.py, lines 91-113).
 """
 
 from __future__ import annotations
