@@ -220,6 +220,8 @@ def gated(
     try:
         for name in factors.layers if strengths.any() else ():
             layer = model.denoiser.get_submodule(name)
+            # a LoRA in training holds the layer, and adds to the layer's output with the gate
+            layer = getattr(layer, "base_layer", layer)
             hook = _layer_hook(factors, name, layer.weight, strengths)
             handles.append(layer.register_forward_hook(hook))
         yield

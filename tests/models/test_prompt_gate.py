@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 import concept_eraser
 from concept_eraser import UserError, api
 from concept_eraser.cli.main import app
+from concept_eraser.evaluation.attacks.fine_tuning import ADAPTED
 from concept_eraser.models import lora_files, prompt_gate
 from concept_eraser.models.loading import load
+from concept_eraser.models.lora import Adapter
 from concept_eraser.models.safeguards import GATE_KINDS, Guard, safeguard_in
 from concept_eraser.utils import path_redaction
 from tests.conftest import short
@@ -168,6 +170,27 @@ def test_the_cache_does_not_take_one_lora_for_another(run: Path, tmp_path: Path)
     erase(place, training__seed=1)
     assert small(spec).drawing() != first
     assert small(f"spm-gate-tokens:star@{place}").drawing() != small(spec).drawing()
+
+
+def with_adapter(model: Any) -> Any:
+    """The model with another LoRA on its attention, as an attack by relearning trains one."""
+    attention = [name for name, _ in model.denoiser.named_modules() if name.endswith(ADAPTED)]
+    adapter = Adapter(model.denoiser, attention, rank=2, alpha=2, seed=0)
+    for name in adapter.tensors:
+        model.denoiser.get_parameter(name).data.add_(0.3)
+    return model
+
+
+@pytest.mark.parametrize(("text", "prompts"), [("star", STARS), ("a star", ["a house", "a red"])])
+def test_a_lora_in_training_changes_the_images_under_the_gate(
+    run: Path, text: str, prompts: list[str]
+) -> None:
+    """Otherwise an attack that fine-tunes the model would have no effect on them."""
+    spec = f"spm-gate-tokens:{text}@{run}"
+    images = with_adapter(small(spec)).sample(prompts, **SAMPLING)
+    assert apart(images, small(spec).sample(prompts, **SAMPLING)) > 10
+    if prompts == STARS:  # a strength of 1
+        assert torch.equal(images, with_adapter(load(run)).sample(prompts, **SAMPLING))
 
 
 # --- which LoRA ----------------------------------------------------------------------------------
