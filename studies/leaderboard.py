@@ -12,10 +12,12 @@ then measure each model:
     time       a training with the seconds of one method, and attacks on its model
     attack     all attacks
 
-A safeguard at inference (`guard`) has a grid of texts and no training. The method `control: true`
-is the model that never learned the concept, for tasks that name one (`control`). Each run is a
-result of the study (studies/result_tables.py). Other results lie in its folders implicit/, memory/,
-time/ and attacks/. Existing results are not made again, so an interrupted command continues where
+A safeguard at inference (`guard`) has a grid of texts and no training. A gate adds the LoRA of
+another method's reported run (`run`), so its row has the seconds and the size of that run. An
+attack that fits it chooses its setting (`select_attack`). The method `control: true` is the model
+that never learned the concept, for tasks that name one (`control`). Each run is a result of the
+study (studies/result_tables.py). Other results lie in its folders implicit/, memory/, time/ and
+attacks/. Existing results are not made again, so an interrupted command continues where
 it stopped. `python -m studies.render_results` renders the page.
 """
 
@@ -32,6 +34,7 @@ from typing import Any
 import yaml
 
 from concept_eraser import api, registry
+from concept_eraser.models.safeguards import Guard, protected_name
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils import provenance
 from studies import runs, selection
@@ -43,30 +46,37 @@ from studies.result_tables import Content, Results
 from studies.tasks import parse_names
 
 ORIGINAL = "tiny-sd"
+GATE_SEED = 0  # the training seed of the run whose LoRA a gate adds
 
 
 def measure_guarded(study: dict[str, Any], name: str, work: Path, results: Results) -> None:
     """Measure the original under a safeguard at the setting of `guard_of`. Write the result."""
     key, about = f"{name}_seed0", study["entries"][name]
     judge = registry.load("judge", runs.suite_of(study, about, None).judge)().fingerprint
-    previous = results.get(key)
-    reusable = previous if selection.is_current(previous, judge) else None
+    training, previous = training_of(about["guard"][0], about["task"], results), results.get(key)
+    reusable = (
+        previous
+        if previous
+        and selection.is_current(previous, judge)
+        and previous["recipe"] == training["recipe"]
+        else None
+    )
     if (
         reusable
         and "like" not in about
-        and selection.is_scored(study, name, reusable["grid"], judge)
+        and [row["point"]["guard"] for row in reusable["grid"]] == choices(about)
+        and selection.is_scored(selecting(study, about), name, reusable["grid"], judge)
     ):
         return
     grid, best = guard_of(study, name, judge=judge, work=work, results=results)
     if reusable and reusable["grid"] == grid and reusable["point"] == {"guard": best}:
         return
-    evaluation = api.evaluate(
-        ORIGINAL, runs.suite_of(study, about, None), before=ORIGINAL, n=study["n"], guard=best
-    )
+    model, how = protected(best, about["task"], work, results)
+    evaluation = api.evaluate(model, runs.suite_of(study, about, None), n=study["n"], **how)
     content = untrained_result(
         name, about, {"guard": best}, grid=grid, evaluation=evaluation.as_dict()
     )
-    results[key] = content
+    results[key] = content = {**content, **training}
     print(f"{name}: {best}, score {runs.score(content):.3f}", flush=True)
 
 
@@ -102,6 +112,74 @@ def untrained_result(
     }
 
 
+def gate_run(guard: str, task: str, results: Mapping[str, Content]) -> Content | None:
+    """Return the reported run whose LoRA a safeguard adds on a task.
+
+    The text of a gate names its method: `spm-gate:star@spm`. The result is None for a safeguard
+    without a LoRA. Raises SystemExit if the run is not reported yet.
+    """
+    _, at, method = guard.partition("@")
+    if not at:
+        return None
+    key = f"{task}_{method}_seed{GATE_SEED}"
+    if key not in results:
+        raise SystemExit(
+            f"there is no result {key} yet, whose LoRA the safeguard {guard} adds; run --methods "
+            f"{method} first"
+        )
+    return results[key]
+
+
+def training_of(guard: str, task: str, results: Mapping[str, Content]) -> Content:
+    """Return the training of a safeguard's LoRA, as fields of a result.
+
+    The fields of a safeguard without a LoRA are those of no training.
+    """
+    report = gate_run(guard, task, results)
+    if report is None:
+        return {"recipe": {"model": ORIGINAL}}
+    names = ("seconds", "cpu_seconds", "trained_parameters")
+    run = {name: report["run"][name] for name in names if name in report["run"]}
+    return {"recipe": report["recipe"], "run": run, "size_mb": report["size_mb"]}
+
+
+def protected(
+    guard: str, task: str, work: Path, results: Mapping[str, Content]
+) -> tuple[Any, dict[str, Any]]:
+    """Return the original under a safeguard, and its options.
+
+    The run of a gate is trained if it is not in the work folder. The model's name has the method
+    of that run, and not its folder.
+    """
+    report = gate_run(guard, task, results)
+    if report is None:
+        return ORIGINAL, {"before": ORIGINAL, "guard": guard}
+    folder = work / report["entry"] / f"report_{GATE_SEED}"
+    train(report, folder)
+    model = api.load(ORIGINAL, guard=f"{guard.partition('@')[0]}@{folder}")
+    model.source = protected_name(ORIGINAL, Guard.read(guard))
+    return model, {"before": ORIGINAL}
+
+
+def train(report: Content, folder: Path) -> api.Run:
+    """Return a reported run, trained if it is not in its folder."""
+    recipe = recipes.validate(report["recipe"], report["entry"])
+    runs.clear(folder, recipe)
+    return api.erase(recipe, output=folder, resume=True)
+
+
+def selecting(study: dict[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the study with the attack that chooses the setting of an entry."""
+    if "select_attack" not in about:
+        return study
+    return {**study, "select": {**study["select"], "attack": about["select_attack"]}}
+
+
+def choices(about: Mapping[str, Any]) -> list[str]:
+    """Return the safeguards among which the setting of an entry is chosen: [] for a single one."""
+    return about["guard"] if len(about["guard"]) > 1 else []
+
+
 def guard_of(
     study: dict[str, Any], name: str, judge: str, work: Path, results: Mapping[str, Content]
 ) -> tuple[list[dict[str, Any]], str]:
@@ -127,39 +205,48 @@ def guard_of(
     suite = suite.model_copy(
         update={"groups": {k: v for k, v in suite.groups.items() if k in ("direct", "retained")}}
     )
-    grid = []
-    for guard in about["guard"] if len(about["guard"]) > 1 else []:
-        scores = {
-            "evaluation": api.evaluate(
-                ORIGINAL, suite, before=ORIGINAL, n=study["select"]["n"], guard=guard
-            ).as_dict()
-        }
-        victim = (ORIGINAL, {"before": ORIGINAL, "guard": guard})
+    choice, grid = selecting(study, about), []
+    for guard in choices(about):
+        model, how = protected(guard, about["task"], work, results)
+        evaluation = api.evaluate(model, suite, n=study["select"]["n"], **how)
+        report = gate_run(guard, about["task"], results)
         success_rate = selection.attack_success(
-            study,
+            choice,
             entry=about,
             judge=judge,
-            folder=work / name / f"select_{guard.partition(':')[0]}",
-            victim=victim,
+            folder=work
+            / name
+            / f"select_{guard.partition(':')[0]}{f'_{of(report)}' if report else ''}",
+            victim=(model, how),
         )
         grid.append(
             selection.row(
-                {"guard": guard}, [scores], [success_rate], selection.scorer(study, judge)
+                {"guard": guard},
+                [{"evaluation": evaluation.as_dict()}],
+                [success_rate],
+                selection.scorer(choice, judge),
             )
         )
     best = max(grid, key=lambda row: row["score"])["point"]["guard"] if grid else about["guard"][0]
     return grid, best
 
 
-def victim(report: dict[str, Any], folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Return the model of a reported run, and its options: the original, a safeguard."""
+def victim(
+    report: dict[str, Any], folder: Path, work: Path, results: Mapping[str, Content]
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a reported run, and its options: the original, a safeguard.
+
+    Args:
+        report: The reported run.
+        folder: The folder of the run. It is trained there if it is not there yet.
+        work: The work folder, with the runs whose LoRA a gate adds.
+        results: The reported runs.
+    """
     if "guard" in report["point"]:
-        return ORIGINAL, {"before": ORIGINAL, "guard": report["point"]["guard"]}
+        return protected(report["point"]["guard"], report["task"], work, results)
     if "model" in report["point"]:
         return report["point"]["model"], {"before": ORIGINAL}
-    recipe = recipes.validate(report["recipe"], report["entry"])
-    runs.clear(folder, recipe)
-    run = api.erase(recipe, output=folder, resume=True)
+    run = train(report, folder)
     return run.model or runs.erased_model(run), {"before": run.recipe.model}
 
 
@@ -172,7 +259,7 @@ def implicit(
     suite_name = leaderboard["tasks"][report["task"]].get("implicit")
     if suite_name is None or is_of(folder_results.get(key), report):
         return
-    model, how = victim(report, work / name / f"report_{seed}")
+    model, how = victim(report, work / name / f"report_{seed}", work, results)
     evaluation = api.evaluate(model, suite_name, n=leaderboard["images"]["implicit"], **how)
     folder_results[key] = victims_result(
         name, report, {"seed": seed, "evaluation": evaluation.as_dict()}
@@ -353,7 +440,7 @@ def attack(
         require_asked(folder_results, keys.pop(one), attack_protocol(protocol, one))
     if not keys:
         return
-    model, how = victim(report, folder or work / name / f"report_{seed}")
+    model, how = victim(report, folder or work / name / f"report_{seed}", work, results)
     for one, key in keys.items():
         result = api.attack(
             model,

@@ -27,7 +27,9 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
             "model": where["control"],
         }
     if "guard" in how:
-        guards = [kind + ":" + where["suite"].removeprefix("tiny_") for kind in how["guard"]]
+        # a gate's text ends with the method whose LoRA it adds
+        concept = where["suite"].removeprefix("tiny_") + (f"@{how['run']}" if "run" in how else "")
+        guards = [f"{kind}:{concept}" for kind in how["guard"]]
         home = (
             {}
             if task == leaderboard["select"]["task"]
@@ -38,6 +40,7 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
             "task": task,
             "suite": where["suite"],
             "guard": guards,
+            **({"select_attack": how["select_attack"]} if "select_attack" in how else {}),
             **home,
         }
     recipe = recipes.load(

@@ -510,7 +510,7 @@ def page(study: str) -> str:
         _reading_text(leaderboard),
         provenance(every),
         f"## Methods without a row, and why\n\n{reasons}" if reasons else "",
-        _grids_text(studies.scored_grids(every)),
+        _grids_text(studies.scored_grids(every), _other_selections(leaderboard, every)),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -566,12 +566,32 @@ def _reading_text(leaderboard: dict) -> str:
     return "## How to read it\n\n" + "\n".join(f"* {line}" for line in lines)
 
 
-def _grids_text(scored_grids: str) -> str:
-    """Return the section of the scored grids, or ""."""
+def _other_selections(leaderboard: dict, every: Mapping[str, Runs]) -> str:
+    """Return the sentences on rows whose setting another attack chose, or ""."""
+    methods = [
+        how
+        for name, how in leaderboard["methods"].items()
+        if any(f"{task}_{name}" in every for task in leaderboard["tasks"])
+    ]
+    return "".join(
+        f" {how['label']}: `{how['select_attack']['name']}` takes the place of the soft prompt, "
+        "which this safeguard cannot read, and the LoRA is that of the reported run."
+        for how in methods
+        if "select_attack" in how
+    )
+
+
+def _grids_text(scored_grids: str, others: str) -> str:
+    """Return the section of the scored grids, or "".
+
+    Args:
+        scored_grids: The list of grids.
+        others: Sentences on rows that were scored in another way.
+    """
     return (
         "## Grids: score on the selection seed\n\nThe score is the retain accuracy minus the "
         "concept rate minus the success rate of a soft prompt, on a model of the selection seed "
-        f"(24 prompts; in brackets).\n\n{scored_grids}"
+        f"(24 prompts; in brackets).{others}\n\n{scored_grids}"
         if scored_grids
         else ""
     )

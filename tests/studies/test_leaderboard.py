@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -382,7 +383,8 @@ def test_grids_are_of_one_size_and_a_leaderboard_without_is_refused() -> None:
 def test_a_safeguard_is_a_victim_without_training() -> None:
     entry = leaderboard_entries.expand(LEADERBOARD)["entries"]["blue_sld"]
     assert entry["guard"] == ["sld-weak:blue", "sld-medium:blue", "sld-strong:blue", "sld-max:blue"]
-    model, how = leaderboard.victim({"point": {"guard": "sld-max:blue"}}, Path("nowhere"))
+    report = {"point": {"guard": "sld-max:blue"}, "task": "blue"}
+    model, how = leaderboard.victim(report, Path("nowhere"), Path("nowhere"), {})
     assert (model, how["guard"]) == ("tiny-sd", "sld-max:blue")
 
 
@@ -390,7 +392,8 @@ def test_a_model_that_never_learned_the_concept_has_a_row_where_its_task_names_o
     entries = leaderboard_entries.expand(LEADERBOARD)["entries"]
     assert entries["star_never"]["model"] == "tiny-sd-without-star"
     assert "blue_never" not in entries
-    model, how = leaderboard.victim({"point": {"model": "tiny-sd-without-star"}}, Path("nowhere"))
+    report = {"point": {"model": "tiny-sd-without-star"}}
+    model, how = leaderboard.victim(report, Path("nowhere"), Path("nowhere"), {})
     assert (model, how) == ("tiny-sd-without-star", {"before": "tiny-sd"})
 
 
@@ -419,12 +422,100 @@ def test_a_safeguard_that_reads_words_gets_no_attack_by_embeddings(
         lambda *_, name, attack_names, **__: attacked.update({name: attack_names}),
     )
     path = ROOT / "studies" / "configs" / "tiny_leaderboard.yaml"
-    words = ["--methods", "safree,sld", "--tasks", "star", "--stage", "attack"]
+    words = ["--methods", "safree,sld,spm_gate", "--tasks", "star", "--stage", "attack"]
     monkeypatch.setattr("sys.argv", ["leaderboard", str(path), *words, "--work", str(tmp_path)])
     leaderboard.main()
     assert attacked["star_sld"] == list(LEADERBOARD["attacks"])
-    left_out = set(attacked["star_sld"]) - set(attacked["star_safree"])
-    assert left_out == {"concept_inversion", "soft_prompt"}
+    for name in ("star_safree", "star_spm_gate"):
+        left_out = set(attacked["star_sld"]) - set(attacked[name])
+        assert left_out == {"concept_inversion", "soft_prompt"}
+
+
+def test_a_gate_needs_the_run_of_its_own_task(tmp_path: Path) -> None:
+    entries = leaderboard_entries.expand(LEADERBOARD)["entries"]
+    kinds = ("spm-gate", "spm-gate-clip", "spm-gate-tokens")
+    assert entries["blue_spm_gate"]["guard"] == [f"{kind}:blue@spm" for kind in kinds]
+    with pytest.raises(SystemExit, match=r"no result blue_spm_seed0 .* run --methods spm first"):
+        leaderboard.protected("spm-gate:blue@spm", "blue", tmp_path, {})
+
+
+GATES = {
+    "tasks": {"star": LEADERBOARD["tasks"]["star"]},
+    "select": {**LEADERBOARD["select"], "n": 2},
+    "seeds": [0],
+    "n": 4,
+    "images": dict.fromkeys(["direct", "synonyms", "neighbours", "retained", "implicit"], 4),
+    "attack": {"group": "direct", "n": 3, "seed": 0},
+    "attacks": {"seed_search": {"tries": 1}, "soft_prompt": {"steps": 1, "every": 1}},
+    "grids": {},
+    "methods": {
+        "spm": {
+            "label": "SPM",
+            "recipe": "tiny_star_spm",
+            "set": {"training.steps": 1, "training.batch_size": 2, "forget.n": 4, "retain.n": 4},
+            "watch": False,
+        },
+        "spm_gate": {
+            **LEADERBOARD["methods"]["spm_gate"],
+            "guard": ["spm-gate", "spm-gate-tokens"],
+            "select_attack": {"name": "seed_search", "n": 3, "seed": 100, "options": {"tries": 1}},
+        },
+    },
+}
+
+
+def test_a_gate_is_measured_with_the_lora_of_another_row(
+    no_results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is trained again where its folder is gone. No result names a folder of the machine."""
+    path, work = no_results / "gates.yaml", no_results / "work"
+    path.write_text(yaml.safe_dump(GATES))
+    for stage in ("train", "implicit", "attack"):
+        words = ["leaderboard", str(path), "--work", str(work), "--stage", stage]
+        monkeypatch.setattr("sys.argv", words)
+        leaderboard.main()
+
+    results = Results("gates")
+    run, gate = results["star_spm_seed0"], results["star_spm_gate_seed0"]
+    assert [row["point"]["guard"] for row in gate["grid"]] == [
+        "spm-gate:star@spm",
+        "spm-gate-tokens:star@spm",
+    ]
+    guard = max(gate["grid"], key=lambda row: row["score"])["point"]["guard"]
+    assert gate["point"] == {"guard": guard}
+    assert (gate["recipe"], gate["size_mb"]) == (run["recipe"], run["size_mb"])
+    assert gate["run"] == {name: run["run"][name] for name in gate["run"]}
+    attack = results.folder("attacks")["star_spm_gate_seed_search_seed0"]
+    implicit = results.folder("implicit")["star_spm_gate_seed0"]
+    names = (gate["evaluation"]["models"]["after"], attack["models"]["victim"])
+    for name in (*names, implicit["evaluation"]["models"]["after"]):
+        assert name.startswith(f"tiny-sd under {guard} (")
+    assert list(results.folder("attacks")) == [
+        "star_spm_gate_seed_search_seed0",
+        "star_spm_seed_search_seed0",
+        "star_spm_soft_prompt_seed0",
+    ]
+    for content in (gate, attack, implicit):
+        assert str(no_results) not in json.dumps(content)
+
+    before, _ = leaderboard.protected(guard, "star", work, results)
+    drawing = before.drawing()
+    shutil.rmtree(work / "star_spm")
+    again, _ = leaderboard.victim(gate, work / "nowhere", work, results)
+    assert again.drawing() == drawing
+
+    study = leaderboard_entries.expand(GATES)
+    measure = functools.partial(leaderboard.measure_guarded, name="star_spm_gate", work=work)
+    refuse = functools.partial(pytest.fail, "measured again")
+    monkeypatch.setattr(leaderboard.api, "evaluate", lambda *_, **__: refuse())
+    measure(study, results=results)
+    wider = copy.deepcopy(study)
+    wider["entries"]["star_spm_gate"]["guard"].append("spm-gate-clip:star@spm")
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        measure(wider, results=results)
+    results["star_spm_seed0"] = change_result(run, recipe__training__lr=9e-9)
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        measure(study, results=results)
 
 
 def test_as_many_steps_as_the_budget_of_seconds_holds() -> None:
@@ -468,6 +559,19 @@ def test_a_finished_run_with_a_gate_is_loaded_with_it(tmp_path: Path) -> None:
     assert again.keys() == expected.keys()
     assert any(name.startswith("residual_gate.") for name in again)
     assert all(torch.equal(again[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("lora", [None, 2])
+def test_a_finished_run_has_the_name_that_it_had_after_training(
+    tmp_path: Path, lora: int | None
+) -> None:
+    """Otherwise results name the folder of the run on the machine that made them."""
+    trained = {"select": "cross_attention", "lora": lora}
+    content = short(
+        trainable=trained, training__steps=1, save="changed" if lora is None else "lora"
+    )
+    run = concept_eraser.erase(content, output=tmp_path / "run")
+    assert runs.erased_model(run).source == run.model.source
 
 
 def test_a_setting_is_scored_by_retain_accuracy_and_concept_rate() -> None:
@@ -687,6 +791,32 @@ def test_a_model_of_equal_seconds_is_trained_if_it_differs(
     there["star_munba_seed0"] = before
     assert train("star_munba", 0) is None
     assert list(there) == ["star_esd_seed0"]
+
+
+def test_the_page_has_the_cost_of_a_gates_run_and_the_attack_of_its_selection(
+    leaderboard_of_two: Results,
+) -> None:
+    guard, report = "spm-gate:star@spm", TABLE["star_spm_seed0"]
+    leaderboard_of_two["star_spm_gate_seed0"] = {
+        **TABLE["star_sld_seed0"],
+        "entry": "star_spm_gate",
+        "label": LEADERBOARD["methods"]["spm_gate"]["label"],
+        "point": {"guard": guard},
+        **leaderboard.training_of(guard, "star", TABLE),
+    }
+    page = pages.page("tiny_leaderboard")
+    table = page.partition("\n## star\n")[2].splitlines()
+    head, row = (
+        [cell.strip() for cell in next(line for line in table if line.startswith(start)).split("|")]
+        for start in ("| method |", "| SPM with its gate (at inference) |")
+    )
+    cells = dict(zip(head, row, strict=True))
+    assert cells["setting"] == guard
+    assert cells["training s"] == f"{report['run']['cpu_seconds']:.0f}"
+    assert (cells["size MB"], cells["steps to < 2 %"]) == (f"{report['size_mb']:.1f}", "-")
+    assert "(at inference): `ring_a_bell` takes the place of the soft prompt" in page
+    del leaderboard_of_two["star_spm_gate_seed0"]
+    assert "takes the place of" not in pages.page("tiny_leaderboard")
 
 
 def test_equal_seconds_are_reported_for_the_reported_setting_only(
