@@ -113,9 +113,14 @@ def size(folder: Path) -> int:
 
 
 def erased_model(run: api.Run) -> Any:
-    """Return the erased model, from the LoRA or the changed tensors of a finished run."""
+    """Return the erased model, from the LoRA or the changed tensors of a finished run.
+
+    It has the name of its original, as after its training: a result names no folder of a machine.
+    """
     if not (run.folder / "weights.safetensors").is_file():
-        return api.load(run.folder)
+        model = api.load(run.folder)
+        model.source = run.recipe.model
+        return model
     model = api.load(run.recipe.model)
     run_base.apply_changed_tensors(run.folder, model)
     return model
