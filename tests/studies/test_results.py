@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import lzma
 import re
 import subprocess
 import sys
@@ -138,6 +139,13 @@ def test_a_study_has_one_table_and_one_page() -> None:
     assert {path.stem for path in RESULTS.glob("*.md")} == set(TABLES)
     assert len(files) - 2 * len(TABLES) <= 16  # figures, and two other files
     assert sum(path.stat().st_size for path in files) <= 6e6
+
+
+def test_no_table_names_a_folder_of_a_machine() -> None:
+    """A model has the name of its original, and not of the run folder that it was loaded from."""
+    for path in TABLES.values():
+        text = lzma.decompress(path.read_bytes()).decode()
+        assert re.findall(r'"/(?:tmp|home|root|work|Users)/[^"]*', text)[:3] == [], path.name
 
 
 @pytest.mark.parametrize("study", sorted(STUDIES))
