@@ -15,6 +15,9 @@ With several processes, `--only controls` attacks the controls and `--only erasu
 
 An entry with a `grid` has its setting chosen first, on another concept: that of `select`
 (studies/selection.py). studies/configs/combination_rules.yaml does this for combination rules.
+
+With `second_judge` in the configuration, that judge labels the images of each evaluation too
+(studies/second_judge.py). It changes no other result.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ from concept_eraser.evaluation.never_learned import NeverLearned, read_record
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.runs import job as jobs
 from concept_eraser.utils import provenance
-from studies import selection
+from studies import second_judge, selection
 from studies.rendering.excess_recovery import attack_key, model_key, selection_key
+from studies.rendering.second_judge import KIND, second_judge_key
 from studies.result_tables import Content, Results
 from studies.runs import clear, erased_model, recipe_of
 from studies.tasks import parse_names
@@ -156,6 +160,29 @@ def evaluate(results: Results, case: Case, key: str, *, model: Model, about: Con
     results[key] = {**about, **content, "environment": provenance.describe()}
 
 
+def judge_again(
+    results: Results, case: Case, key: str, *, model: Model, about: Content, judge: Any
+) -> None:
+    """Label the images of an evaluation by a second judge, if this was not done before.
+
+    judge: The second judge, by name or with options, as in a suite.
+    """
+    suite = case.suite.using(second_judge=judge)
+    settings = second_judge.settings_of(suite, case.original, model)
+    if _is_done(results, key, settings):
+        return
+    content = second_judge.compare(suite, case.original, model)
+    (attribute,) = case.suite.concept
+    results[key] = {
+        **about,
+        "kind": KIND,
+        "attribute": attribute,
+        **content,
+        "settings": settings,
+        "environment": provenance.describe(),
+    }
+
+
 def attack(
     results: Results,
     study: Mapping[str, Any],
@@ -245,6 +272,10 @@ def run(
                 key = model_key(name, entry, seed)
                 evaluate(results, case, key, model=model, about=about)
                 report(key)
+                if "second_judge" in study:
+                    key, judge = second_judge_key(key), study["second_judge"]
+                    judge_again(results, case, key, model=model, about=about, judge=judge)
+                    report(key)
                 attack_with_all(case, f"{entry}_seed{seed}", model, about)
 
 

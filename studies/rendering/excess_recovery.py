@@ -45,6 +45,7 @@ from studies.rendering.excess_statistics import (
     success_rate,
     worst_of,
 )
+from studies.rendering.second_judge import second_judge_section
 from studies.result_tables import STUDIES as CONFIGS
 from studies.result_tables import Content, Results
 
@@ -373,6 +374,7 @@ def page(study: str) -> str:
                 fill_blocks(notes(study), blocks),
                 EXPLANATION,
                 *parts,
+                second_judge_section(results),
                 settings_table(results),
                 f"Commits {', '.join(commits)}; {', '.join(devices)}.",
             )

@@ -18,6 +18,7 @@ from concept_eraser.evaluation.seed_statistics import (
     cluster_bootstrap,
 )
 from concept_eraser.evaluation.statistics import Interval, mcnemar, paired_difference, wilson
+from studies.rendering import second_judge
 from studies.result_tables import Content
 
 MARGIN = 0.1  # the largest difference of a success that counts as none, in the tests of equivalence
@@ -25,10 +26,12 @@ WITHIN = 0.9  # the confidence of the intervals of these tests
 
 
 def by_concept(results: Mapping[str, Content]) -> dict[str, list[Content]]:
-    """Return the results of each concept, without the choice of settings."""
+    """Return the evaluations and attacks of each concept, without the choice of settings and the
+    labels of a second judge.
+    """
     groups: dict[str, list[Content]] = {}
     for content in results.values():
-        if content["kind"] == "selection":
+        if content["kind"] in ("selection", second_judge.KIND):
             continue
         groups.setdefault(content["concept"], []).append(content)
     return groups

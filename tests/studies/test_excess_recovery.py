@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import yaml
 
+from concept_eraser import api
 from concept_eraser.models.loading import load
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils.errors import UserError
-from studies import excess_recovery, render_results
+from studies import excess_recovery, render_results, second_judge
 from studies.rendering import common, excess_details, excess_goal
 from studies.rendering import excess_recovery as rendering
 from studies.rendering import excess_statistics as statistics
+from studies.rendering import second_judge as rendering_judges
 from studies.result_tables import Results
 from studies.runs import recipe_of
 from tests.conftest import ROOT
@@ -401,11 +403,10 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_study_attacks_continues_and_renders(
-    no_results: Path, control: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def small_study(control: Path) -> dict[str, Any]:
+    """Return a study of one erasure of the heart on four direct and two retained prompts."""
     small = {"n": 2, "role": "forget", "prompts": "protocol2_heart"}
-    study = {
+    return {
         "concepts": {
             "heart": {
                 "suite": {
@@ -429,6 +430,12 @@ def test_the_study_attacks_continues_and_renders(
         "seed": 0,
         "attacks": {"completion": {"name": "completion", "options": {"strengths": [0.5]}}},
     }
+
+
+def test_the_study_attacks_continues_and_renders(
+    no_results: Path, control: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = small_study(control)
     call: dict[str, Any] = {
         "concepts": ["heart"],
         "entries": ["uce"],
@@ -453,6 +460,113 @@ def test_the_study_attacks_continues_and_renders(
     assert "## heart" in page
     assert render_results.TABLES  # the page is one of those that the command renders
     assert STUDY in rendering.PAGES
+
+
+def test_a_second_judge_labels_the_images_of_the_evaluation(
+    no_results: Path, control: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its counts are the concept rates of the stored evaluation and of one by the second judge
+    alone. Nothing else of the study changes.
+    """
+    study = {**small_study(control), "second_judge": "tiny2"}
+    call: dict[str, Any] = {"concepts": ["heart"], "entries": ["uce"], "attacks": [], "seeds": [0]}
+    call["work"] = no_results / "work"
+    results = Results(STUDY)
+    excess_recovery.run(study, results, **call)
+    assert list(results) == ["heart_uce_seed0", "heart_uce_seed0_second_judge"]
+    one, content = results["heart_uce_seed0"], results["heart_uce_seed0_second_judge"]
+    assert "second_judge" not in one["evaluation"]
+    case = excess_recovery.load_case(study, "heart")
+    erased = no_results / "work" / "heart_uce_seed0"
+    by_second = api.evaluate(erased, case.suite, judge="tiny2", before=case.original).as_dict()
+    for evaluation, alone in ((one["evaluation"], "first_only"), (by_second, "second_only")):
+        for group, metric in (("direct", "concept_rate"), ("retained", "accuracy_shape")):
+            row = common.results({"evaluation": evaluation}, metric, group)
+            assert row is not None
+            for stage in ("before", "after"):
+                counts = content["groups"][group][stage]
+                counts = counts["concept" if group == "direct" else "stated"]
+                assert sum(counts.values()) == row[stage]["n"]
+                assert counts["both"] + counts[alone] == round(
+                    row[stage]["value"] * row[stage]["n"]
+                )
+    before = dict(results)
+    with monkeypatch.context() as patch:
+        patch.setattr(excess_recovery.second_judge, "compare", None)  # a call would be an error
+        excess_recovery.run(study, results, **call)
+    assert dict(results) == before
+    page = rendering.page(STUDY)
+    section = rendering_judges.second_judge_section(dict(results))
+    assert "| heart | direct | the concept | original | - | 100.0 [" in section
+    assert "| heart | retained | the stated shape | UCE | 1 |" in section
+    del results["heart_uce_seed0_second_judge"]
+    assert page == rendering.page(STUDY).replace("\n\nCommits", f"\n\n{section}\n\nCommits")
+
+    study["concepts"]["heart"]["suite"]["seed"] = 7  # other images are labelled anew
+    excess_recovery.run(study, results, **call)
+    assert results["heart_uce_seed0_second_judge"]["settings"] != content["settings"]
+
+
+def judged(seed: int, model: str, after: dict[str, Any]) -> dict[str, Any]:
+    before = {
+        "concept": pairs(19, 0, 1, 0),
+        "stated": pairs(19, 0, 1, 0),
+        "same_label": 19,
+        "n": 20,
+    }
+    return {
+        "kind": "second_judge",
+        "concept": "heart",
+        "attribute": "shape",
+        "model": model,
+        "label": model.upper(),
+        "seed": seed,
+        "judges": {"first": "tiny", "second": "tiny2"},
+        "groups": {"direct": {"role": "forget", "before": before, "after": after}},
+    }
+
+
+def pairs(both: int, first_only: int, second_only: int, neither: int) -> dict[str, int]:
+    return dict(zip(rendering_judges.COUNTS, (both, first_only, second_only, neither), strict=True))
+
+
+def test_the_counts_of_two_judges_are_added_over_training_seeds() -> None:
+    after = [
+        {"concept": pairs(1, 2, 3, 14), "stated": pairs(0, 0, 0, 20), "same_label": 15, "n": 20},
+        {"concept": pairs(0, 1, 0, 19), "stated": pairs(0, 0, 0, 20), "same_label": 19, "n": 20},
+    ]
+    results = {
+        "a": judged(0, "munba", after[0]),
+        "b": judged(1, "munba", after[1]),
+        "c": judged(0, "uce", after[1]),
+        "d": {"kind": "selection", "concept": "star"},
+    }
+    section = rendering_judges.second_judge_section(results)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()[-3:]]
+    assert [row[3:5] for row in rows] == [["original", "-"], ["MUNBA", "2"], ["UCE", "1"]]
+    assert [[cell.split(" [")[0] for cell in row[5:]] for row in rows] == [
+        ["95.0", "100.0", "95.0", "0; 1"],
+        ["10.0", "10.0", "85.0", "3; 3"],
+        ["5.0", "0.0", "95.0", "1; 0"],
+    ]
+    assert rendering_judges.second_judge_section({"d": results["d"]}) == ""
+    assert statistics.by_concept(results) == {}
+
+
+def test_pairs_of_labels_are_counted() -> None:
+    first, second = (
+        np.array([True, True, False, False, False]),
+        np.array([True, False, True] + [False] * 2),
+    )
+    assert second_judge.count_pairs(first, second) == pairs(1, 1, 1, 2)
+
+
+def test_a_comparison_needs_a_second_judge_that_is_another_one(control: Path) -> None:
+    case = excess_recovery.load_case(small_study(control), "heart")
+    with pytest.raises(UserError, match="no second judge"):
+        second_judge.compare(case.suite, case.original, case.original)
+    with pytest.raises(UserError, match="the second judge is the first one"):
+        second_judge.compare(case.suite.using(second_judge="tiny"), case.original, case.original)
 
 
 def test_a_control_of_another_concept_is_refused(control: Path) -> None:

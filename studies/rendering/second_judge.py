@@ -1,0 +1,86 @@
+"""The section of a page about the second judge: its rates beside those of the first judge, and how
+often both give the same label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from concept_eraser.evaluation.statistics import wilson
+from studies.rendering.common import share, table
+from studies.result_tables import Content
+
+KIND = "second_judge"
+ORIGINAL = "original"
+COUNTS = ("both", "first_only", "second_only", "neither")
+
+
+def second_judge_key(model_key: str) -> str:
+    """Return the key of the comparison of both judges on an erased model."""
+    return f"{model_key}_second_judge"
+
+
+def second_judge_section(results: Mapping[str, Content]) -> str:
+    """Return the section with a row for each group of prompts and each model, or "" without a
+    result.
+
+    The counts of all training seeds of an erasure are added. The original's images are the same
+    for all erasures of a concept, so it has one row.
+    """
+    contents = [one for one in results.values() if one["kind"] == KIND]
+    if not contents:
+        return ""
+    judges = contents[0]["judges"]
+    head = ["concept", "prompts", "what counts", "model", "training seeds"]
+    head += [f"first judge ({judges['first']}) %", f"second judge ({judges['second']}) %"]
+    rows = [[*head, "same label %", "only the first; only the second"]]
+    for concept in dict.fromkeys(one["concept"] for one in contents):
+        of_concept = [one for one in contents if one["concept"] == concept]
+        for name, content in of_concept[0]["groups"].items():
+            attribute = of_concept[0]["attribute"]
+            is_forget = content["role"] == "forget"
+            what = "the concept" if is_forget else f"the stated {attribute}"
+            for label, seeds, counts in _models(of_concept, name):
+                cells = _cells(counts, "concept" if is_forget else "stated")
+                rows.append([concept, name, what, label, seeds, *cells])
+    return f"## The second judge\n\n{EXPLANATION}\n\n{table(rows)}"
+
+
+def _models(
+    contents: Sequence[Content], group: str
+) -> Iterator[tuple[str, str, Sequence[Mapping[str, Any]]]]:
+    """Yield the label, the number of training seeds and the counts of the original and of each
+    erasure, on a group of prompts.
+    """
+    yield ORIGINAL, "-", [contents[0]["groups"][group]["before"]]
+    for model in dict.fromkeys(one["model"] for one in contents):
+        seeds = [one for one in contents if one["model"] == model]
+        yield (
+            seeds[0]["label"],
+            str(len(seeds)),
+            [one["groups"][group]["after"] for one in seeds],
+        )
+
+
+def _cells(counts: Sequence[Mapping[str, Any]], what: str) -> list[str]:
+    """Return the rates by both judges, the share of equal labels, and the images that differ."""
+    both, first_only, second_only, neither = (
+        sum(one[what][name] for one in counts) for name in COUNTS
+    )
+    n = both + first_only + second_only + neither
+    return [
+        share(wilson(both + first_only, n)),
+        share(wilson(both + second_only, n)),
+        share(wilson(sum(one["same_label"] for one in counts), sum(one["n"] for one in counts))),
+        f"{first_only}; {second_only}",
+    ]
+
+
+EXPLANATION = """The second judge has another architecture, seed and order of the training data. It
+selected no setting, and no attack used it. It labels the images of the evaluation, which the first
+judge labels too. A rate is the share of images in which a judge detects what counts. That is the
+concept for prompts to forget, and the value that the prompt states for all others. "Same label" is
+the share of images to which both judges give the same label of this attribute. The last column has
+the numbers of images in which one judge alone detects what counts. The images of all training seeds
+are added up. Brackets are Wilson intervals over these images."""
