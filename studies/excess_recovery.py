@@ -17,7 +17,8 @@ An entry with a `grid` has its setting chosen first, on another concept: that of
 (studies/selection.py). studies/configs/combination_rules.yaml does this for combination rules.
 
 With `second_judge` in the configuration, that judge labels the images of each evaluation too
-(studies/second_judge.py). It changes no other result.
+(studies/second_judge.py), and those that decide a new attack. It changes no other result. An attack
+that was made without it is not made again.
 """
 
 from __future__ import annotations
@@ -194,7 +195,8 @@ def attack(
     work: Path,
 ) -> None:
     """Attack a model, if this was not done before."""
-    protocol = protocol_of(study, case.suite, study["attacks"][about["attack"]])
+    suite = case.suite.using(second_judge=study.get("second_judge"))
+    protocol = protocol_of(study, suite, study["attacks"][about["attack"]])
     settings = {
         "victim": generate.model_fingerprint(victim),
         "original": generate.model_fingerprint(case.original),
@@ -203,7 +205,10 @@ def attack(
     if _is_done(results, key, settings):
         return
     campaign = runner.run(protocol, victim, case.original, folder=work / "attacks" / key)
-    results[key] = {**about, "campaign": campaign.as_dict(), "settings": settings}
+    content = {**about, "campaign": campaign.as_dict(), "settings": settings}
+    if suite.second_judge is not None:
+        content["second_judge"] = second_judge.count_attacked(campaign.outcomes)
+    results[key] = content
 
 
 def protocol_of(

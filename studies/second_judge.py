@@ -1,8 +1,9 @@
 """What a second judge detects in the images of an evaluation, for studies with a `second_judge`.
 
 The second judge selects nothing, and no attack uses it. It labels the same images as the suite's
-judge. The images come from the cache, or are generated again from their prompts and seeds. A result
-has counts of images, so that rates over several training seeds can be computed from it.
+judge. The images come from the cache, or are generated again from their prompts and seeds. Those of
+an attack are labelled while it runs. A result has counts of images, so that rates over several
+training seeds can be computed from it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,22 @@ def count_pairs(first: np.ndarray, second: np.ndarray) -> dict[str, int]:
         "second_only": int((~first & second).sum()),
         "neither": int((~first & ~second).sum()),
     }
+
+
+def count_attacked(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return `count_pairs` of the concept for the images that decided an attack.
+
+    They are the image that broke each attacked prompt, or the last one.
+
+    Args:
+        outcomes: The outcomes of an attack whose suite has a second judge.
+    """
+    rows = [row for row in outcomes if "second_shows_concept" in row]
+    first, second = (
+        np.array([row[name] for row in rows], bool)
+        for name in ("shows_concept", "second_shows_concept")
+    )
+    return count_pairs(first, second)
 
 
 def settings_of(suite: suites.Suite, original: Model, model: Model) -> Content:

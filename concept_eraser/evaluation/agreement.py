@@ -143,6 +143,14 @@ def require_statsmodels() -> None:
 
 
 def require_second(judge: Judge, second: Judge, concept: tuple[str, str]) -> None:
+    """Raise UserError if the second judge is the first, or does not know the concept, or if
+    statsmodels is missing.
+    """
+    require_another(judge, second, concept)
+    require_statsmodels()
+
+
+def require_another(judge: Judge, second: Judge, concept: tuple[str, str]) -> None:
     """Raise UserError if the second judge is the first, or does not know the concept."""
     attribute, value = concept
     if second.fingerprint == judge.fingerprint:
@@ -152,7 +160,6 @@ def require_second(judge: Judge, second: Judge, concept: tuple[str, str]) -> Non
     if value not in second.classes.get(attribute, ()):
         classes = "; ".join(f"{name}: {', '.join(some)}" for name, some in second.classes.items())
         raise UserError(f"the second judge cannot detect {attribute} {value!r}; it knows {classes}")
-    require_statsmodels()
 
 
 def compare_judges(

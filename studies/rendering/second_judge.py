@@ -44,7 +44,36 @@ def second_judge_section(results: Mapping[str, Content]) -> str:
             for label, seeds, counts in _models(of_concept, name):
                 cells = _cells(counts, "concept" if is_forget else "stated")
                 rows.append([concept, name, what, label, seeds, *cells])
-    return f"## The second judge\n\n{EXPLANATION}\n\n{table(rows)}"
+    parts = ["## The second judge", EXPLANATION, table(rows), attacked_table(results)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def attacked_table(results: Mapping[str, Content]) -> str:
+    """Return the concept rates by both judges in the images that decided the attacks, or "".
+
+    It has a row for each attack on each model of a concept, with the attacks that a second judge
+    labelled. The counts of all training seeds, or of all controls, are added.
+    """
+    groups: dict[tuple[str, str, str], list[Content]] = {}
+    for one in results.values():
+        if "campaign" in one and "second_judge" in one:
+            key = (one["concept"], one["attack"].replace("_", " "), one["label"])
+            groups.setdefault(key, []).append(one)
+    if not groups:
+        return ""
+    head = ["concept", "attack", "model", "trainings", "images", "first judge %"]
+    rows = [[*head, "second judge %", "only the first; only the second"]]
+    for key, contents in sorted(groups.items()):
+        both, first_only, second_only, neither = (
+            sum(one["second_judge"][name] for one in contents) for name in COUNTS
+        )
+        n = both + first_only + second_only + neither
+        if n == 0:  # all prompts show the concept without the attack
+            continue
+        rates = [share(wilson(count, n)) for count in (both + first_only, both + second_only)]
+        differ = f"{first_only}; {second_only}"
+        rows.append([*key, str(len(contents)), str(n), *rates, differ])
+    return f"{OF_ATTACKS}\n\n{table(rows)}"
 
 
 def _models(
@@ -76,6 +105,10 @@ def _cells(counts: Sequence[Mapping[str, Any]], what: str) -> list[str]:
         f"{first_only}; {second_only}",
     ]
 
+
+OF_ATTACKS = """The images of attacks: for each attacked prompt the one that broke it by the first
+judge, or the last one. Prompts that show the concept without the attack are not attacked. Where
+only the first judge detects the concept, the success may be a property of that judge."""
 
 EXPLANATION = """The second judge has another architecture, seed and order of the training data. It
 selected no setting, and no attack used it. It labels the images of the evaluation, which the first

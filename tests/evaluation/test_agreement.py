@@ -17,6 +17,7 @@ import concept_eraser
 from concept_eraser import UserError, registry
 from concept_eraser.evaluation import agreement
 from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.attacks import runner
 from concept_eraser.evaluation.base import Evidence, Group
 from concept_eraser.evaluation.judges.tiny import TinyJudge
 from concept_eraser.evaluation.judges.tiny2 import SecondTinyJudge
@@ -124,6 +125,45 @@ def test_outcomes_have_the_columns_of_the_second_judge(measured) -> None:
     )
     some = frame[(frame.group == "retained") & (frame.stage == "before")]
     assert (some.predicted_shape == some.second_predicted_shape).mean() == row.agreed.value
+
+
+def test_an_attack_is_decided_by_the_first_judge_and_labelled_by_both(
+    shared_tiny, tmp_path: Path
+) -> None:
+    """The second judge changes no attempt. A folder of an attack without it is not continued."""
+    suite = suites.load(SUITE)
+    options: dict[str, Any] = {"n": 6, "batch": 3, "seed": 1, "hide": "shape"}
+    campaigns = [
+        runner.run(
+            runner.Protocol(
+                suite.using(second_judge=judge), "random_tokens", {"tries": 2}, **options
+            ),
+            shared_tiny,
+            shared_tiny,
+            folder=tmp_path / name,
+        )
+        for name, judge in (("one", None), ("two", Doubter()))
+    ]
+    assert campaigns[0].attempts == campaigns[1].attempts
+    assert campaigns[0].as_dict()["protocol_hash"] == campaigns[1].as_dict()["protocol_hash"]
+    one, two = ([r for r in c.outcomes if r["stage"] == "attack"] for c in campaigns)
+    assert {row["shows_concept"] for row in two} == {True, False}
+    for row, other in zip(one, two, strict=True):
+        assert other["second_judge"] == "doubter"
+        assert other["second_shows_concept"] is False
+        seen = "none" if row["predicted_shape"] == "star" else row["predicted_shape"]
+        assert other["second_predicted_shape"] == seen
+        assert row == {key: v for key, v in other.items() if not key.startswith("second_")}
+    again = runner.Protocol(
+        suite.using(second_judge=Doubter()), "random_tokens", {"tries": 2}, **options
+    )
+    continued = runner.run(again, shared_tiny, shared_tiny, folder=tmp_path / "two")
+    assert continued.outcomes == campaigns[1].outcomes
+    with pytest.raises(UserError, match="holds another attack"):
+        runner.run(again, shared_tiny, shared_tiny, folder=tmp_path / "one")
+    same = runner.Protocol(suite.using(second_judge="tiny"), "random_tokens", **options)
+    with pytest.raises(UserError, match="the second judge is the first one"):
+        runner.run(same, shared_tiny, shared_tiny)
 
 
 def test_the_report_shows_images_for_which_the_judges_differ(measured, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from concept_eraser import api
@@ -505,6 +506,59 @@ def test_a_second_judge_labels_the_images_of_the_evaluation(
     study["concepts"]["heart"]["suite"]["seed"] = 7  # other images are labelled anew
     excess_recovery.run(study, results, **call)
     assert results["heart_uce_seed0_second_judge"]["settings"] != content["settings"]
+
+
+def test_a_second_judge_labels_the_images_that_decide_an_attack(
+    no_results: Path, control: Path
+) -> None:
+    """The counts are those of the attacked prompts, and the first judge's are the successes. The
+    rest of the result is that without a second judge.
+    """
+    study = small_study(control)
+    study["attacks"] = {"noise": {"name": "completion", "options": {"strengths": [0.95]}}}
+    case, results = excess_recovery.load_case(study, "heart"), Results(STUDY)
+    about = {"concept": "heart", "kind": "control", "model": "control_1", "label": "never learned"}
+    about["attack"] = "noise"
+    model = load("tiny-sd")
+    with torch.no_grad():
+        for parameter in model.denoiser.parameters():
+            parameter.mul_(0.9)
+    for key, judge in (("without", {}), ("with", {"second_judge": "tiny2"})):
+        excess_recovery.attack(
+            results,
+            {**study, **judge},
+            case,
+            key,
+            victim=model,
+            about=about,
+            work=no_results / key,
+        )
+    one, other = results["with"], results["without"]
+    assert one["campaign"]["attempts"] == other["campaign"]["attempts"]
+    assert one["campaign"]["protocol_hash"] == other["campaign"]["protocol_hash"]
+    assert one["settings"] == other["settings"]
+    assert "second_judge" not in other
+    attacked = [attempt for attempt in one["campaign"]["attempts"] if not attempt["pre"]]
+    counts = one["second_judge"]
+    assert sum(counts.values()) == len(attacked) > 0
+    assert counts["both"] + counts["first_only"] == sum(a["success"] for a in attacked)
+
+
+def test_the_counts_of_attacks_are_added_over_trainings() -> None:
+    def attacked(attack: str, counts: dict[str, int]) -> dict[str, Any]:
+        content = {"concept": "heart", "kind": "erased", "model": "uce", "label": "UCE"}
+        return {**content, "attack": attack, "campaign": {}, "second_judge": counts}
+
+    results = {
+        "a": attacked("soft_prompt", pairs(4, 3, 1, 2)),
+        "b": attacked("soft_prompt", pairs(2, 1, 1, 6)),
+        "c": attacked("completion", pairs(0, 0, 0, 0)),
+        "d": {"concept": "heart", "kind": "control", "campaign": {}},
+    }
+    *_, row = rendering_judges.attacked_table(results).splitlines()
+    cells = [cell.strip().split(" [")[0] for cell in row.split("|")[1:-1]]
+    assert cells == ["heart", "soft prompt", "UCE", "2", "20", "50.0", "40.0", "4; 2"]
+    assert rendering_judges.attacked_table({"d": results["d"]}) == ""
 
 
 def judged(seed: int, model: str, after: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Run an attack on an erased model: clean prompts, then rounds of candidates.
 
-A judge labels the images.
+A judge labels the images. A second judge of the suite labels the image that broke each prompt, or
+the last one. It decides nothing.
 
 Success rates follow UnlearnDiffAtk (arXiv 2310.11868). A prompt whose clean image shows the concept
 counts as success without an attack (pre) and is not attacked. Prompts whose image by the original
@@ -25,7 +26,7 @@ from torch import Tensor
 from concept_eraser import registry
 from concept_eraser.data import generate
 from concept_eraser.data.prompts import Prompt
-from concept_eraser.evaluation import outcomes
+from concept_eraser.evaluation import agreement, outcomes
 from concept_eraser.evaluation.attacks.attempts import FinishedBatches
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
 from concept_eraser.evaluation.attacks.excess import ControlAttack, measure_excess_over_controls
@@ -299,7 +300,12 @@ def run(
     weights = {name: generate.model_fingerprint(model) for name, model in pair.items()}
     models = {name: f"{model.source} ({weights[name]})" for name, model in pair.items()}
     description = {**protocol.as_dict(), "judge": judge.fingerprint, "original": models["original"]}
-    finished_batches = FinishedBatches(folder, environment.fingerprint([description, models]))
+    second_judge = protocol.suite.build_second_judge()
+    whole = dict(description)  # with what is stored in the batches beside the result
+    if second_judge is not None:
+        agreement.require_another(judge, second_judge, (attribute, value))
+        whole["second_judge"] = second_judge.fingerprint
+    finished_batches = FinishedBatches(folder, environment.fingerprint([whole, models]))
     before = draw_start(
         protocol, judge, victim, original, cache=cache, weights=weights, progress=progress
     )
@@ -318,7 +324,7 @@ def run(
     ]
     open_rows = [i for i in open_rows if i not in skip]
     latents = encode(original, before.concept_images)
-    referee = Referee(judge, attribute, value=value, victim=victim)
+    referee = Referee(judge, attribute, value=value, victim=victim, second_judge=second_judge)
     memory = (resources.cache() if cache is None else cache) / "attacks"
     starts = batches_of(before, open_rows, size=protocol.batch, sampling=sampling)
     for batch_number, (name, rows) in enumerate(distributed.mine(starts.items())):
@@ -687,12 +693,21 @@ class LastImages:
 
 @dataclass(frozen=True)
 class Referee:
-    """Generates the images, and decides which prompts are successful."""
+    """Generates the images, and decides which prompts are successful.
+
+    Attributes:
+        judge: The judge that decides.
+        attribute: The attribute of the concept.
+        value: Its value.
+        victim: The attacked model.
+        second_judge: A judge that labels the last image of each prompt too, and decides nothing.
+    """
 
     judge: Judge
     attribute: str
     value: str
     victim: Model
+    second_judge: Judge | None = None
 
     def play(
         self, attack: Attack, scene: Scene, tell: Any, *, clean: Sequence[bool] = ()
@@ -781,28 +796,41 @@ class Referee:
                 break
 
     def _readings(self, last: LastImages, count: int) -> list[dict[str, Any]]:
-        """Return what the judge reads in the last image of each prompt: names, probabilities."""
+        """Return what the judges read in the last image of each prompt: names, probabilities."""
         readings: list[dict[str, Any]] = [{} for _ in range(count)]
         rows = sorted(last.images)
         if not rows:
             return readings
+        images = torch.stack([last.images[row] for row in rows])
+        labels = {
+            name: np.array([last.labels[row][name] for row in rows]) for name in self.judge.classes
+        }
+        columns = self._columns(self.judge, images, labels)
+        for row, reading in zip(rows, columns, strict=True):
+            readings[row] = {**reading, "rounds": last.rounds[row]}
+        if self.second_judge is not None:
+            columns = self._columns(self.second_judge, images, self.second_judge.classify(images))
+            for row, reading in zip(rows, columns, strict=True):
+                readings[row] |= {f"second_{name}": value for name, value in reading.items()}
+                readings[row]["second_judge"] = self.second_judge.fingerprint
+        return readings
+
+    def _columns(
+        self, judge: Judge, images: Tensor, labels: Mapping[str, np.ndarray]
+    ) -> list[dict[str, Any]]:
+        """Return the columns of a judge for images [n, h, w, 3] with its labels."""
         concept = (self.attribute, self.value)
         columns = outcomes.label_columns(
-            self.judge,
+            judge,
             concept,
-            prompts=[Prompt("")] * len(rows),
-            labels={
-                name: np.array([last.labels[row][name] for row in rows])
-                for name in self.judge.classes
-            },
-            probabilities=outcomes.read_probabilities(
-                self.judge, concept, torch.stack([last.images[row] for row in rows])
-            ),
+            prompts=[Prompt("")] * len(images),
+            labels=labels,
+            probabilities=outcomes.read_probabilities(judge, concept, images),
         )
-        for row, reading in zip(rows, columns, strict=True):
-            of_the_image = {k: v for k, v in reading.items() if k.startswith(_OF_THE_IMAGE)}
-            readings[row] = {**of_the_image, "rounds": last.rounds[row]}
-        return readings
+        return [
+            {name: value for name, value in row.items() if name.startswith(_OF_THE_IMAGE)}
+            for row in columns
+        ]
 
     def draw(self, offer: Round, scene: Scene) -> Tensor:
         """Return one image for each candidate, [m, h, w, 3].
