@@ -110,10 +110,10 @@ OF_ATTACKS = """The images of attacks: for each attacked prompt the one that bro
 judge, or the last one. Prompts that show the concept without the attack are not attacked. Where
 only the first judge detects the concept, the success may be a property of that judge."""
 
-EXPLANATION = """The second judge has another architecture, seed and order of the training data. It
-selected no setting, and no attack used it. It labels the images of the evaluation, which the first
-judge labels too. A rate is the share of images in which a judge detects what counts. That is the
-concept for prompts to forget, and the value that the prompt states for all others. "Same label" is
-the share of images to which both judges give the same label of this attribute. The last column has
-the numbers of images in which one judge alone detects what counts. The images of all training seeds
-are added up. Brackets are Wilson intervals over these images."""
+EXPLANATION = """The second judge selected no setting, and no attack used it. `tiny2` has another
+architecture, seed and order of the training data than `tiny`. The second judge labels the images
+of the evaluation, which the first judge labels too. A rate is the share of images in which a judge
+detects what counts. That is the concept for prompts to forget, and the value that the prompt states
+for all others. "Same label" is the share of images to which both judges give the same label of this
+attribute. The last column has the numbers of images in which one judge alone detects what counts.
+The images of all training seeds are added up. Brackets are Wilson intervals over these images."""
