@@ -30,10 +30,10 @@ from typing import Any
 import torch
 import yaml
 
-from concept_eraser import api, registry
+from concept_eraser import api
 from concept_eraser.concepts import bundled
 from concept_eraser.concepts.plan import BUNDLED
-from concept_eraser.data import generate, prompts
+from concept_eraser.data import prompts
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.exporting import lora_export
 from concept_eraser.models import lora_files
@@ -44,7 +44,7 @@ from concept_eraser.utils import provenance
 from studies import style_lora
 from studies.result_tables import Results
 from studies.runs import clear
-from studies.side_effects import draw_prompts, recipe_of
+from studies.side_effects import draw_prompts, predict, recipe_of
 
 STYLE = "style"  # the name of the style LoRA in a row
 RETAINED, PLAIN = "retained", "plain"  # the groups beside one for each concept
@@ -171,30 +171,11 @@ class Bench:
             "prompts": {name: [one.fields for one in rows] for name, rows in groups.items()}
             if row.name == "original"
             else {},
-            "predicted": self.predict(model, groups),
+            "predicted": predict(model, groups, self.study, seed=self.study["image_seed"]),
             "settings": settings,
             "environment": provenance.describe(),
         }
         print(f"{key}: measured", flush=True)
-
-    def predict(
-        self, model: Model, groups: Mapping[str, Sequence[Prompt]]
-    ) -> dict[str, dict[str, list[str]]]:
-        """Return the judge's labels of each group's images, by group and attribute."""
-        rows = [prompt for group in groups.values() for prompt in group]
-        images = generate.generate(
-            model,
-            rows,
-            generate.seeds_for(rows, self.study["image_seed"]),
-            generate.Sampling(**self.study["sampling"]),
-        )
-        labels = registry.read("judge", self.study["judge"]).build().classify(images)
-        predicted: dict[str, dict[str, list[str]]] = {}
-        start = 0
-        for name, group in groups.items():
-            here = slice(start, start := start + len(group))
-            predicted[name] = {one: labels[one][here].tolist() for one in bundled.VALUES}
-        return predicted
 
 
 def _plain(value: Any) -> Any:

@@ -134,6 +134,43 @@ def recipe_of(
     return recipes.load({**content, "model": model})
 
 
+def predict(
+    model: Model,
+    groups: Mapping[str, Sequence[Prompt]],
+    study: Mapping[str, Any],
+    *,
+    seed: int,
+    cache: Path | None = None,
+) -> dict[str, dict[str, list[str]]]:
+    """Generate the images of some groups of prompts, and return the judge's labels.
+
+    Args:
+        model: The model.
+        groups: The prompts of each group.
+        study: The configuration, with `sampling` and `judge`.
+        seed: The seed of the images.
+        cache: A folder for the images.
+
+    Returns:
+        By group and attribute, the label of each image, [images].
+    """
+    rows = [prompt for group in groups.values() for prompt in group]
+    images = generate.generate(
+        model,
+        rows,
+        generate.seeds_for(rows, seed),
+        generate.Sampling(**study["sampling"]),
+        cache=cache,
+    )
+    labels = registry.read("judge", study["judge"]).build().classify(images)
+    predicted: dict[str, dict[str, list[str]]] = {}
+    start = 0
+    for name, group in groups.items():
+        here = slice(start, start := start + len(group))
+        predicted[name] = {one: labels[one][here].tolist() for one in bundled.VALUES}
+    return predicted
+
+
 @dataclass(frozen=True)
 class Bench:
     """One study, its work folder and its results."""
@@ -178,22 +215,8 @@ class Bench:
         Returns:
             By value and attribute, the label of each image, [images].
         """
-        groups, seed = self.groups(part), self.study["image_seed"]
-        rows = [prompt for group in groups.values() for prompt in group]
-        images = generate.generate(
-            model,
-            rows,
-            generate.seeds_for(rows, provenance.derive_seed(seed, part)),
-            generate.Sampling(**self.study["sampling"]),
-            cache=cache,
-        )
-        labels = registry.read("judge", self.study["judge"]).build().classify(images)
-        predicted: dict[str, dict[str, list[str]]] = {}
-        start = 0
-        for value, group in groups.items():
-            here = slice(start, start := start + len(group))
-            predicted[value] = {name: labels[name][here].tolist() for name in bundled.VALUES}
-        return predicted
+        seed = provenance.derive_seed(self.study["image_seed"], part)
+        return predict(model, self.groups(part), self.study, seed=seed, cache=cache)
 
     def store(
         self,

@@ -107,7 +107,7 @@ def test_a_row_is_measured_once_and_rendered(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(lora.Bench, "predict", refuse)
+    monkeypatch.setattr(lora, "predict", refuse)
     here.measure(rows["star_rank_2"], 0)
     page = next(text for path, text in render_results.pages().items() if path.name == "lora.md")
     assert "| rank 2 |" in page
