@@ -1,7 +1,7 @@
 """Run an attack on an erased model: clean prompts, then rounds of candidates.
 
 A judge labels the images. A second judge of the suite labels the image that broke each prompt, or
-the last one. It decides nothing.
+the last one. The attack does not use its labels.
 
 Success rates follow UnlearnDiffAtk (arXiv 2310.11868). A prompt whose clean image shows the concept
 counts as success without an attack (pre) and is not attacked. Prompts whose image by the original
@@ -700,7 +700,7 @@ class Referee:
         attribute: The attribute of the concept.
         value: Its value.
         victim: The attacked model.
-        second_judge: A judge that labels the last image of each prompt too, and decides nothing.
+        second_judge: A judge that labels the last image of each prompt too. No attack uses it.
     """
 
     judge: Judge
