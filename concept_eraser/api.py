@@ -148,7 +148,7 @@ def erase(
     allow_code: bool = False,
     command: str = "",
     progress: Progress = silent,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
     on_step: Callable[[int, float], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> Run:
@@ -246,6 +246,7 @@ def erase(
         ...     training={"steps": 100},
         ... )
     """
+    cache = None if cache is None else Path(cache)
     allow_code = (
         allow_code
         or isinstance(model, str)
@@ -506,7 +507,7 @@ def evaluate(
     allow_pickle: bool = ...,
     allow_code: bool = ...,
     progress: Progress = ...,
-    cache: Path | None = ...,
+    cache: str | Path | None = ...,
 ) -> PromptEvaluation: ...
 
 
@@ -528,7 +529,7 @@ def evaluate(
     allow_pickle: bool = ...,
     allow_code: bool = ...,
     progress: Progress = ...,
-    cache: Path | None = ...,
+    cache: str | Path | None = ...,
 ) -> PromptEvaluation | LabelledEvaluation: ...
 
 
@@ -549,7 +550,7 @@ def evaluate(
     allow_pickle: bool = False,
     allow_code: bool = False,
     progress: Progress = silent,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
 ) -> PromptEvaluation | LabelledEvaluation:
     """Measure an erased model against its original.
 
@@ -601,6 +602,7 @@ def evaluate(
         >>> evaluation = concept_eraser.evaluate("runs/tiny_star_munba", "tiny_star", n=100)
         >>> concept_rate = evaluation.find("concept_rate", "direct")
     """
+    cache = None if cache is None else Path(cache)
     folder = None if output is None else Path(output)
     evaluation: PromptEvaluation | LabelledEvaluation
     if write.is_labelled(model):
@@ -702,7 +704,7 @@ def attack(
     output: str | Path | None = None,
     allow_pickle: bool = False,
     progress: Progress = silent,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
 ) -> Campaign:
     """Attack a model by adversarial prompts or relearning, and count how often the concept returns.
 
@@ -748,6 +750,7 @@ def attack(
         >>> campaign = concept_eraser.attack("runs/tiny_star_munba", "ring_a_bell", n=20)
         >>> success_rate = campaign.rates()["asr"]
     """
+    cache = None if cache is None else Path(cache)
     if write.is_labelled(model):
         raise UserError(
             f"{model} is a run on labelled data, which has no prompts to attack; "
@@ -816,7 +819,7 @@ def report(
     control: ModelSource | Sequence[ModelSource] | None = None,
     show_sensitive: bool = False,
     progress: Progress = silent,
-    cache: Path | None = None,
+    cache: str | Path | None = None,
 ) -> Path:
     """Write an HTML page about one evaluated run, or about several.
 
@@ -849,6 +852,7 @@ def report(
         >>> page = concept_eraser.report("runs/tiny_star_munba")
         >>> table = concept_eraser.report(["runs/star_munba", "runs/star_esd"], "both.html")
     """
+    cache = None if cache is None else Path(cache)
     if isinstance(source, LabelledEvaluation):
         raise UserError("labelled data have no report of images; write the numbers with save()")
     if run is not None and not isinstance(source, PromptEvaluation):

@@ -260,3 +260,15 @@ def test_what_belongs_to_other_calls_is_refused(tmp_path: Path) -> None:
         api.report(tmp_path, run=tmp_path)
     with pytest.raises(UserError, match="--suite goes with one run"):
         api.report([tmp_path, tmp_path], suite="tiny_star")
+
+
+def test_the_cache_may_be_named_by_a_string(tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    evaluation = concept_eraser.evaluate("tiny-sd", "tiny_star", n=2, cache=cache)
+    written = set((tmp_path / "cache" / "images").rglob("*.safetensors"))
+    assert written
+    concept_eraser.attack(
+        "tiny-sd", "seed_search", "tiny_star", n=2, options={"tries": 1}, cache=cache
+    )
+    page = concept_eraser.report(evaluation, tmp_path / "report.html", cache=cache)
+    assert page.exists()

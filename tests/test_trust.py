@@ -391,7 +391,7 @@ def test_damaged_images_of_the_cache_are_generated_again(tmp_path: Path) -> None
     assert chunks
     for chunk in chunks:
         flip(chunk, -100)
-    runs.append(concept_eraser.erase(short(), output=tmp_path / "b", cache=tmp_path / "cache"))
+    runs.append(concept_eraser.erase(short(), output=tmp_path / "b", cache=str(tmp_path / "cache")))
     one, other = ((run.folder / "weights.safetensors").read_bytes() for run in runs)
     assert one == other
 
