@@ -18,6 +18,7 @@ from concept_eraser.losses import LossSettings
 from concept_eraser.losses.denoiser import LOSSES
 from concept_eraser.recipes import recipe
 from concept_eraser.recipes.selections import select
+from concept_eraser.training.closure import of_step
 from concept_eraser.training.memory import Peak
 from concept_eraser.utils.errors import UserError
 
@@ -165,6 +166,57 @@ def test_saluns_and_erasediffs_loss_is_the_authors_line_by_line(tiny) -> None:
     # of the model before the training the target is another one
     frozen = LOSSES["anchor"].compute(denoiser, draw, LossSettings(teacher="frozen"))
     assert abs(float(frozen) / float(loss) - 1) > 1e-2
+
+
+def test_ants_step_is_the_authors_line_by_line(tiny) -> None:
+    """train_ant_single.py, lines 175-207, with the times and terms that the recipe names.
+
+    Late and middle times: a prompt goes to ESD's target, away from the concept. Early times: to the
+    original's prediction. Examples of the empty prompt go to the original's prediction at any time.
+    """
+    job = recipe.load("tiny_star_ant")
+    plain = eraser(tiny, "esd").objective_by_name["forget"].examples
+    objectives = {}
+    for name, spec in (("forget", job.forget), ("replace", job.replace)):
+        examples = replace(plain, empty=spec.empty_prompts)
+        settings = LossSettings(eta=spec.eta)
+        objectives[name] = DenoiserObjective(
+            examples, spec.loss, settings, timesteps=spec.timesteps
+        )
+    names = [name for name, _ in tiny.denoiser.named_parameters()]
+    denoiser = Denoiser(tiny, objectives, select(names, "cross_attention"))
+    draws = {name: [denoiser.draw(name, range(12))] for name in objectives}
+    states = {name: some[0].condition.tensors["states"] for name, some in draws.items()}
+    null = tiny.null().tensors["states"]
+    empty = {name: [torch.equal(row, null[0]) for row in rows] for name, rows in states.items()}
+    original = {
+        name: [tiny.denoise(some[0].noisy, some[0].t, c).detach() for c in conditions(some[0])]
+        for name, some in draws.items()
+    }
+    perturb(tiny)
+
+    def by_hand() -> Tensor:
+        errors = []
+        for name, (draw,) in draws.items():
+            own, nothing = original[name]
+            now = tiny.denoise(draw.noisy, draw.t, draw.condition)
+            for i, t in enumerate(draw.t.tolist()):
+                is_early = t >= 860
+                assert is_early == (name == "replace")
+                away = nothing[i] - 1.0 * (own[i] - nothing[i])
+                target = own[i] if is_early or empty[name][i] else away
+                errors.append((now[i] - target).square().mean())
+        return torch.stack(errors[:12]).mean() + torch.stack(errors[12:]).mean()
+
+    assert all(0 < sum(flags) < 12 for flags in empty.values())
+    params = tuple(denoiser.trainable().values())
+    direction = job.method.build().direction(of_step(denoiser, params, draws))
+    for ours, theirs in zip(direction.vec, torch.autograd.grad(by_hand(), params), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-8)
+
+
+def conditions(draw) -> tuple:
+    return draw.condition, draw.null
 
 
 def test_noxattn_are_the_authors_parameters(tiny) -> None:
