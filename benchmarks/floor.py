@@ -16,10 +16,14 @@ writes floor.json and the table of README.md:
 
     python -m benchmarks.floor --state "one of two cores, the other one busy"
 
-Stable Diffusion 1.4's architecture has random weights and images of 64, 128 or 256 pixels. All
-weights of it need more than 24 GB, since three optimizers have their states at once:
+Stable Diffusion 1.4's architecture has random weights and images of 64, 128 or 256 pixels:
 
     python -m benchmarks.floor --models sd14-64 --trained cross-attention --batches 1
+
+All weights of it fit 24 GB with `--shared`, if nothing else runs. The three steps then have one
+state of Adam, which all of them change, and the loop's teacher has the tensors of the engine's:
+
+    python -m benchmarks.floor --models sd14-64 --trained "all weights" --batches 1 --shared
 
 On a GPU it writes floor_gpu.json:
 
@@ -34,7 +38,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +161,11 @@ class Floor:
         lengths = squares[:2].sqrt()
         slack = (1 + squares[2] / lengths.prod()).clamp(min=1e-6).sqrt()
         scales = (1 / (lengths * slack)).tolist()
-        for parameter, a, b in zip(self.params, first, second, strict=True):
+        # each part is freed when its sum is there, so that no third gradient is held
+        remaining = deque(zip(first, second, strict=True))
+        del first, second, a, b
+        for parameter in self.params:
+            a, b = remaining.popleft()
             parameter.grad = (a * scales[0]).add_(b, alpha=scales[1])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -190,13 +199,19 @@ def eraser_of(model: Model, trained: str, batch: int) -> Denoiser:
 
 
 def steps_of(
-    model: Model, trained: str, batch: int, folder: Path
+    model: Model, trained: str, batch: int, folder: Path, *, shared: bool = False
 ) -> tuple[Denoiser, dict[str, Callable[[int], None]]]:
-    """Return an eraser, and the three steps that train its parameters."""
+    """Return an eraser, and the three steps that train its parameters.
+
+    shared: Whether they have one state of Adam and one teacher.
+    """
     precision = TRAINED[trained][2]
     teacher = copy.deepcopy(model.denoiser)
     eraser = eraser_of(model, trained, batch)
     adapter = eraser.adapter
+    if shared and adapter is None:
+        for parameter_name, original in eraser.originals.items():
+            teacher.get_parameter(parameter_name).data = original
     floor = Floor(eraser.module, teacher, list(eraser.trainable().values()), precision)
     runs: dict[str, Callable[[int], None]] = {"floor": lambda step: None}
     modes: dict[str, Literal["on", "off"]] = {"engine": "off", "one pass": "on"}
@@ -210,6 +225,8 @@ def steps_of(
             run_folder,
             Accelerator(cpu=model.device.type == "cpu"),
         )
+        if shared:
+            engine.optimizer.state = floor.optimizer.state
         log = Log(run_folder / "log.jsonl", keep=0)
         runs[name] = lambda step, engine=engine, log=log: engine.do_step(step, log)  # type: ignore[misc]
 
@@ -234,6 +251,20 @@ def steps_of(
     return eraser, runs
 
 
+def move_apart(params: Sequence[Tensor]) -> None:
+    """Move the parameters away from the original's values, as earlier steps do.
+
+    At the original's values the gradient of the retain objective is zero, so MUNBa's combination
+    divides zero by zero.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in params:
+            scale = 0.02 * float(parameter.std().nan_to_num().clamp(min=0.01))
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise.to(parameter), alpha=scale)
+
+
 def clock(device: torch.device) -> float:
     """Return the CPU time of the process, or the time at which a GPU has become idle."""
     if device.type == "cpu":
@@ -243,23 +274,37 @@ def clock(device: torch.device) -> float:
 
 
 def measure(
-    name: str, trained: str, batch: int, repetitions: int, device: torch.device
+    name: str,
+    trained: str,
+    batch: int,
+    repetitions: int,
+    device: torch.device,
+    *,
+    shared: bool = False,
 ) -> dict[str, Any]:
     """Return the seconds of each step: median, and the ratio to the floor.
 
     The ratio is the median of the ratios within a repetition, with its smallest and largest value.
+
+    Raises:
+        SystemExit: A step left the weights as they were, or not finite.
     """
     model = build(name, device)
     seconds: dict[str, list[float]] = {step: [] for step in STEPS}
     with tempfile.TemporaryDirectory() as folder:
-        eraser, runs = steps_of(model, trained, batch, Path(folder))
+        eraser, runs = steps_of(model, trained, batch, Path(folder), shared=shared)
+        params = list(eraser.trainable().values())
+        move_apart(params)
         for repetition in range(LEFT_OUT + repetitions):
             turn = repetition % len(STEPS)
             runs["drawing"](repetition)
             for step in (*STEPS[turn:], *STEPS[:turn]):
+                before = params[0].detach().clone()
                 began = clock(device)
                 runs[step](repetition)
                 ended = clock(device)
+                if torch.equal(before, params[0]) or not params[0].isfinite().all():
+                    raise SystemExit(f"the step {step!r} of {name}, {trained}, took no step")
                 if repetition >= LEFT_OUT:
                     seconds[step].append(ended - began)
     ratios = {
@@ -272,6 +317,7 @@ def measure(
         "batch": batch,
         "parameters": sum(parameter.numel() for parameter in eraser.trainable().values()),
         "n": repetitions,
+        **({"shared": True} if shared else {}),
         "commit": provenance.commit(),
         ("cpu_seconds" if device.type == "cpu" else "seconds"): {
             step: round(statistics.median(some), 4) for step, some in seconds.items()
@@ -316,6 +362,7 @@ def main() -> None:
     parser.add_argument("--trained", nargs="*", default=list(TRAINED), choices=list(TRAINED))
     parser.add_argument("--batches", nargs="*", type=positive, default=[16, 4])
     parser.add_argument("--repetitions", type=positive, default=9)
+    parser.add_argument("--shared", action="store_true", help="one state of Adam and one teacher")
     parser.add_argument("--state", default="not stated", help="what else runs on the machine")
     parser.add_argument("--device", default="cpu", type=device_of, metavar="{cpu,cuda}")
     parser.add_argument("--output", type=Path, help="floor.json, or floor_gpu.json, by default")
@@ -327,7 +374,9 @@ def main() -> None:
     for name in arguments.models if not arguments.render else ():
         for trained in arguments.trained:
             for batch in arguments.batches:
-                row = measure(name, trained, batch, arguments.repetitions, device)
+                row = measure(
+                    name, trained, batch, arguments.repetitions, device, shared=arguments.shared
+                )
                 print(row, flush=True)
                 key = (name, trained, batch)
                 rows = [r for r in rows if (r["model"], r["trained"], r["batch"]) != key] + [row]

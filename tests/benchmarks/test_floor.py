@@ -19,10 +19,8 @@ def test_the_plain_loop_takes_the_step_of_the_engine(trained: str, tmp_path: Pat
     """All three steps change the parameters in the same way, from the same values."""
     eraser, runs = floor.steps_of(floor.build("tiny", torch.device("cpu")), trained, 1, tmp_path)
     params = list(eraser.trainable().values())
-    generator = torch.Generator().manual_seed(0)
-    start = [
-        value.detach() + 0.02 * torch.randn(value.shape, generator=generator) for value in params
-    ]
+    floor.move_apart(params)
+    start = [value.detach().clone() for value in params]
     changes: dict[str, torch.Tensor] = {}
     for step in floor.STEPS:
         with torch.no_grad():
@@ -39,6 +37,38 @@ def test_the_plain_loop_takes_the_step_of_the_engine(trained: str, tmp_path: Pat
         assert float(change.abs().median()) == pytest.approx(floor.LR, rel=0.01)
         same = (change.sign() == changes["floor"].sign()).float().mean()
         assert float(same) > 0.999, step
+
+
+def test_the_steps_can_share_what_takes_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop and both engines have one state of Adam, and the teachers have the same tensors."""
+    made: list[Any] = []
+    for name in ("Floor", "Engine"):
+        kind = getattr(floor, name)
+        monkeypatch.setattr(
+            floor, name, lambda *words, kind=kind: made.append(kind(*words)) or made[-1]
+        )
+    model = floor.build("tiny", torch.device("cpu"))
+    eraser, runs = floor.steps_of(model, "all weights", 1, tmp_path, shared=True)
+    floor.move_apart(list(eraser.trainable().values()))
+    for step in ("drawing", *floor.STEPS):
+        runs[step](0)
+    loop, *engines = made
+    assert len(engines) == 2
+    for parameter in loop.params:
+        state = loop.optimizer.state[parameter]
+        assert float(state["step"]) == 3
+        assert all(one.optimizer.state[parameter] is state for one in engines)
+    for name, original in eraser.originals.items():
+        assert loop.teacher.get_parameter(name).data_ptr() == original.data_ptr()
+
+
+def test_a_step_that_changes_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the original's weights the loop divides zero by zero, and the engine skips its step."""
+    monkeypatch.setattr(floor, "move_apart", lambda params: None)
+    with pytest.raises(SystemExit, match="took no step"):
+        floor.measure("tiny", "cross-attention", 1, repetitions=1, device=torch.device("cpu"))
 
 
 SLACK = 1.25  # of a ratio of medians that 9 repetitions put at 1.00 to 1.03
