@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.models import hub, run_base
+from concept_eraser.models.stored_parts import precision_of_pipeline
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_json
@@ -29,18 +30,16 @@ def use(recipe: Recipe, folder: Path, repository: str, *, kind: str | None = Non
             f'import concept_eraser\n\nmodel = concept_eraser.load("{run}")'
         )
     pipe = _python(
-        "from diffusers import DiffusionPipeline\n\npipe = "
-        f'DiffusionPipeline.from_pretrained("{repository}")\nimage = pipe("a '
-        'prompt").images[0]'
+        _loading(f'"{repository}"', model_folder) + '\nimage = pipe("a prompt").images[0]'
     )
     if kind == "pipeline" or not (folder / "lora").is_dir():
         return pipe
     local = not hub.is_id(recipe.model) or Path(recipe.model).exists() or is_place(recipe.model)
     name, revision = ("path/of/the/base/model", None) if local else hub.split(recipe.model)
     revision_argument = f', revision="{revision}"' if revision else ""
+    base = Path(recipe.model)
     lora = _python(
-        "from diffusers import DiffusionPipeline\n\npipe = "
-        f'DiffusionPipeline.from_pretrained("{name}"{revision_argument})\n'
+        _loading(f'"{name}"{revision_argument}', base if base.is_dir() else model_folder) + "\n"
         f'pipe.load_lora_weights("{repository}", '
         'adapter_name="erase")\npipe.set_adapters("erase", 1.0)'
     )
@@ -64,6 +63,24 @@ def whole_model(folder: Path) -> Path | None:
 def exported_pipeline(folder: Path) -> Path:
     """Return the place where `export --to diffusers` writes the pipeline of a run."""
     return folder / "exports" / f"{folder.name}-diffusers"
+
+
+def _loading(arguments: str, folder: Path | None) -> str:
+    """Return the lines that load a pipeline in the precision of a folder with the same weights.
+
+    Without a precision diffusers loads the denoiser in fp32, and transformers the text encoder in
+    the precision of its file. The two do not fit together if that is another one.
+    """
+    dtype = None if folder is None else precision_of_pipeline(folder)
+    if dtype is None:
+        return (
+            "from diffusers import DiffusionPipeline\n\n"
+            f"pipe = DiffusionPipeline.from_pretrained({arguments})"
+        )
+    return (
+        "import torch\nfrom diffusers import DiffusionPipeline\n\n"
+        f"pipe = DiffusionPipeline.from_pretrained({arguments}, torch_dtype={dtype})"
+    )
 
 
 def _python(code: str) -> str:

@@ -145,6 +145,17 @@ class StoredPart:
                 tensor.data = data
 
 
+def precision_of_pipeline(folder: Path) -> torch.dtype | None:
+    """Return the usual precision of the denoiser in a pipeline's folder.
+
+    It is None if the folder has none, or has no safetensors.
+    """
+    files = [file for part in ("unet", "transformer") for file in weight_files(folder / part)]
+    kinds = Counter(kind for file in files for kind in read_tensor_types(file).values())
+    known = [_DTYPES[kind] for kind, _ in kinds.most_common() if kind in _DTYPES]
+    return known[0] if known else None
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files that the libraries load from a part's folder.
 

@@ -33,13 +33,6 @@ WORDS = {"one": 1.0}
 
 # target -> what was measured -> the present limit; the page has the reason of each
 SHORTFALLS: dict[str, dict[str, float]] = {
-    # the GPU waits for the host, which also draws the batch and writes the log
-    STEP: {
-        "H200, sd14-512, cross-attention, batch 1": 1.03,
-        "H200, tiny, cross-attention, batch 16": 1.125,
-        "H200, tiny, cross-attention, batch 4": 1.12,
-        "H200, tiny, all weights, batch 16": 1.08,
-    },
     # its time does not depend on the batch
     REST: {
         "all weights, batch 4": 5.6,
@@ -70,9 +63,8 @@ def target(what: str) -> float:
 def measured(what: str) -> Iterator[tuple[str, float]]:
     """Yield what was measured, and its number: the median of a ratio."""
     if what == STEP:
-        for prefix, name in (("", "floor"), ("H200, ", "floor_gpu")):
-            for row in read(name):
-                yield f"{prefix}{row['model']}, {_trained(row)}", row["ratio"]["engine"][0]
+        for row in read("floor"):
+            yield f"{row['model']}, {_trained(row)}", row["ratio"]["engine"][0]
     elif what in (SUM, UNO):
         ratio = "MUNBa / plain sum" if what == SUM else "UNO / MUNBa"
         for row in read("step_parts"):

@@ -400,3 +400,19 @@ def test_an_attack_under_a_safeguard_is_no_statement_about_the_weights(
     assert f"or under another safeguard, or searched for another concept: {name} in" in page
     with pytest.raises(UserError, match="on other weights only, or under another safeguard"):
         concept_eraser.report([run], tmp_path / "page.html", attacks=[folder])
+
+
+def test_the_code_of_the_card_generates_an_image(evaluated_run: Path, tmp_path: Path) -> None:
+    """The bundled model is stored in fp16, where the libraries' own precisions do not fit."""
+    run = tmp_path / "no_star"
+    shutil.copytree(evaluated_run, run)
+    place = concept_eraser.export(run, "diffusers").path
+    text = concept_eraser.card(run, repository="me/no-star")
+    codes = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    code, lora = (next(c for c in codes if word in c) for word in ("images[0]", "load_lora"))
+    assert "torch_dtype=torch.float16" in lora
+    names: dict[str, object] = {}
+    few = '"a prompt", num_inference_steps=1'
+    code = code.replace('"me/no-star"', json.dumps(str(place))).replace('"a prompt"', few)
+    exec(code, names)
+    assert getattr(names["image"], "size", None) == (64, 64)
