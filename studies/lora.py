@@ -1,7 +1,7 @@
 """Measure erasing LoRAs as people use them: at strengths, in smaller files, and several at once.
 
     python -m studies.lora studies/configs/lora.yaml [--seeds 0] [--rows star,star_rank_8]
-    [--work runs/lora]
+    [--stage images] [--work runs/lora]
 
 Each concept of the configuration is erased alone, with the settings of `concept-eraser erase
 CONCEPT`, and a style LoRA is trained beside them (studies/style_lora.py). A row is one or several
@@ -14,15 +14,19 @@ erased concept, and some whose prompts name no style. Templates and background p
 no training (studies/side_effects.py). A result has the judge's labels of every image. Each row of a
 training seed is one result (studies/result_tables.py). Finished results are not measured again.
 
+Some rows are also attacked, on the prompts of a suite. Each attack on a row of a training seed is a
+result in the folder `attacks`.
+
 `python -m studies.render_results` renders the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,8 @@ from concept_eraser.concepts import bundled
 from concept_eraser.concepts.plan import BUNDLED
 from concept_eraser.data import prompts
 from concept_eraser.data.prompts import Prompt
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.attacks import runner
 from concept_eraser.exporting import lora_export
 from concept_eraser.models import lora_files
 from concept_eraser.models.base import Model, onto_gpu
@@ -46,6 +52,7 @@ from studies.result_tables import Results
 from studies.runs import clear
 from studies.side_effects import draw_prompts, predict, recipe_of
 
+CONTROL = "never_learned"  # the name of the control in the results of attacks
 STYLE = "style"  # the name of the style LoRA in a row
 RETAINED, PLAIN = "retained", "plain"  # the groups beside one for each concept
 ALL_RANKS = 1.0  # the largest relative error: every rank is written
@@ -141,6 +148,47 @@ class Bench:
         errors = {"error": round(written.error, 4), "rounding": round(written.rounding, 6)}
         return factors, {**sizes, **errors}
 
+    def build(self, row: Row, seed: int) -> tuple[Any, dict[str, Any]]:
+        """Return the model of a row, and the size and errors of each file."""
+        model: Any = api.load(BUNDLED)
+        original = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
+        files, change = {}, []
+        with tempfile.TemporaryDirectory() as folder:
+            for name, strength in row.loras.items():
+                run = self.train(name, seed)
+                factors, files[name] = self.write(model, run, row, Path(folder))
+                change.append((factors, strength))
+        set_change(model, original, change)
+        onto_gpu(model)
+        return model, files
+
+    def attack(self, row: Row, seed: int) -> None:
+        """Attack a row, if the configuration names it, and store the results."""
+        if row.name in self.study["attacked"]["rows"]:
+            self._attack(row.name, seed, lambda: self.build(row, seed)[0])
+
+    def attack_control(self) -> None:
+        """Attack the model that never learned the first concept."""
+        control = self.study["attacked"]["control"]
+        self._attack(CONTROL, 0, lambda: api.load(control))
+
+    def _attack(self, name: str, seed: int, victim_of: Callable[[], Model]) -> None:
+        """Run each attack of the configuration that has no result on a model yet."""
+        plan, results = self.study["attacked"], self.results.folder("attacks")
+        suite = suites.load(plan["suite"])
+        for attack, options in plan["attacks"].items():
+            protocol = runner.Protocol(
+                suite, attack, options, n=plan["n"], batch=plan["n"], seed=plan["seed"]
+            )
+            key = f"{name}_{attack}_seed{seed}"
+            if key in results and _has_protocol(results[key], protocol.as_dict()):
+                continue
+            victim, original = victim_of(), api.load(BUNDLED)
+            onto_gpu(victim, original)
+            campaign = runner.run(protocol, victim, original)
+            results[key] = {"row": name, "seed": seed, **campaign.as_dict()}
+            print(f"{key}: {100 * campaign.rates()['asr']['value']:.0f} %", flush=True)
+
     def measure(self, row: Row, seed: int) -> None:
         """Measure a row, and store its result."""
         key = f"{row.name}_seed{seed}"
@@ -154,16 +202,7 @@ class Bench:
         }
         if key in self.results and self.results[key]["settings"] == settings:
             return
-        model: Any = api.load(BUNDLED)
-        original = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
-        files, change = {}, []
-        with tempfile.TemporaryDirectory() as folder:
-            for name, strength in row.loras.items():
-                run = self.train(name, seed)
-                factors, files[name] = self.write(model, run, row, Path(folder))
-                change.append((factors, strength))
-        set_change(model, original, change)
-        onto_gpu(model)
+        model, files = self.build(row, seed)
         self.results[key] = {
             "row": row.name,
             "seed": seed,
@@ -176,6 +215,16 @@ class Bench:
             "environment": provenance.describe(),
         }
         print(f"{key}: measured", flush=True)
+
+
+def _has_protocol(result: Mapping[str, Any], protocol: Mapping[str, Any]) -> bool:
+    """Whether a result has this protocol. Its number of prompts may be smaller.
+
+    Prompts whose image by the original lacks the concept are left out.
+    """
+    plain: dict[str, Any] = json.loads(suites.dumps(protocol))
+    stored = result["protocol"]
+    return all(stored.get(key) == plain[key] for key in plain.keys() - {"n", "batch"})
 
 
 def _plain(value: Any) -> Any:
@@ -203,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--seeds", default="", help="only these training seeds")
     parser.add_argument("--rows", default="", help="only these rows, by name")
+    parser.add_argument("--stage", choices=["images", "attacks"], help="only this one")
     parser.add_argument("--work", type=Path, default=Path("runs/lora"))
     options = parser.parse_args(arguments)
     study = yaml.safe_load(options.config.read_text())
@@ -211,9 +261,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [name for name in options.rows.split(",") if name] or list(rows)
     if unknown := [name for name in names if name not in rows]:
         parser.error(f"--rows: there is no {unknown[0]!r}; it has {', '.join(rows)}")
+    if options.stage != "images":
+        bench.attack_control()
     for seed in [int(one) for one in options.seeds.split(",") if one] or study["seeds"]:
         for name in names:
-            bench.measure(rows[name], seed)
+            if options.stage != "attacks":
+                bench.measure(rows[name], seed)
+            if options.stage != "images":
+                bench.attack(rows[name], seed)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,15 @@ import yaml
 
 from concept_eraser.concepts.bundled import VALUES as BY_ATTRIBUTE
 from concept_eraser.evaluation.statistics import Interval, wilson
-from studies.lora import PLAIN, RETAINED, STYLE, Row, rows_of
+from studies.lora import CONTROL, PLAIN, RETAINED, STYLE, Row, rows_of
+from studies.rendering.attacks import rate
 from studies.rendering.common import notes, share, source, table
 from studies.result_tables import STUDIES, Content, Results
 
 STUDY = "lora"
 COMMAND = f"python -m studies.lora studies/configs/{STUDY}.yaml"
 ATTRIBUTE = {value: name for name, values in BY_ATTRIBUTE.items() for value in values}
+NAMES = {CONTROL: "a model that never learned the concept"}
 Runs = Sequence[Content]
 
 
@@ -57,6 +59,20 @@ def _by_row(results: Results) -> dict[str, list[Content]]:
 
 def _mean(runs: Runs, name: str, key: str) -> float:
     return float(np.mean([run["files"][name][key] for run in runs]))
+
+
+def attacked(study: Content, results: Results) -> str:
+    """Return the table of attack success rates, or "" without a result."""
+    attacks = list(study["attacked"]["attacks"])
+    lines = [["file", *(f"{name} %" for name in attacks)]]
+    for row in [CONTROL, *study["attacked"]["rows"]]:
+        some = [one for one in results.values() if one["row"] == row]
+        cells = [
+            rate([one for one in some if one["protocol"]["attack"] == name]) for name in attacks
+        ]
+        if some:
+            lines.append([NAMES.get(row, row.replace("_", " ")), *cells])
+    return table(lines) if len(lines) > 1 else ""
 
 
 def page() -> str:
@@ -101,6 +117,7 @@ def page() -> str:
 
     ends = [f"concept rate, {first} %", "retain accuracy %"]
     every = [f"concept rate, {one} %" for one in study["concepts"]]
+    under_attack = attacked(study, Results(STUDY).folder("attacks"))
     seeds = sorted({run["seed"] for runs in measured.values() for run in runs})
     return (
         "\n\n".join(
@@ -142,6 +159,7 @@ def page() -> str:
                     [*[row for row in alone if not row.loras], *whole, *others],
                     joint,
                 ),
+                *([f"## Attacks on the files\n\n{under_attack}"] if under_attack else []),
             ]
         )
         + "\n"

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.cli.main import app
-from concept_eraser.exporting import formats, hub
+from concept_eraser.exporting import formats, hub, merge
 from concept_eraser.models import single_file
 from concept_eraser.models.loading import load
 from concept_eraser.utils import resources
@@ -122,6 +122,26 @@ def test_plain_diffusers_generates_the_runs_image(
     )
     if limit and kind in LORAS:
         assert (export.rank, export.error) == (2, 0.0)
+
+
+@pytest.mark.parametrize("to", ["lora", "kohya"])
+def test_one_file_holds_the_loras_of_the_denoiser_and_of_the_text_encoder(
+    to: str, runs, tiny_fp32: Path, tmp_path: Path, shared_tiny, pipe
+) -> None:
+    """Two runs are merged, and plain diffusers generates the merged pipeline's image."""
+    both = merge.merge(runs["lora"], runs["text_encoder"], output=tmp_path / "both").path
+    expected = generate_image(both)
+    for alone in ("lora", "text_encoder"):
+        assert apart(expected, generate_image(runs[alone])) > 5, "both erasures show"
+    export = formats.export(
+        both, to, before=str(tiny_fp32), max_error=1e-4, output=tmp_path / "both.safetensors"
+    )
+    assert export.rank == 2
+    prefixes = {"lora": ("unet.", "text_encoder."), "kohya": ("lora_unet_", "lora_te_")}[to]
+    names = list(load_file(export.path))
+    assert all(any(name.startswith(prefix) for name in names) for prefix in prefixes)
+    assert all(name.startswith(prefixes) for name in names)
+    assert apart(in_diffusers(export.path, to, pipe), expected) <= 1
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,27 @@ def test_a_row_is_measured_once_and_rendered(
         bench(tmp_path, image_seed=1).measure(rows["star_rank_2"], 0)
 
 
+def test_files_and_the_control_are_attacked_once(
+    no_results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del no_results
+    plan = {**STUDY["attacked"], "n": 2, "rows": ["star_rank_2"], "attacks": {"seed_search": {}}}
+    plan["attacks"]["seed_search"] = {"tries": 1}
+    here = bench(tmp_path, attacked=plan)
+    rows = {row.name: row for row in lora.rows_of(here.study)}
+    for _ in range(2):
+        here.attack_control()
+        here.attack(rows["star_rank_2"], 0)
+        here.attack(rows["star_rank_4"], 0)
+        monkeypatch.setattr(lora.runner, "run", None)  # the second time reads the results
+    results = Results("lora").folder("attacks")
+    assert set(results) == {"never_learned_seed_search_seed0", "star_rank_2_seed_search_seed0"}
+    table = rendering.attacked({"attacked": plan}, results)
+    assert table.splitlines()[0] == "| file | seed_search % |"
+    assert "| a model that never learned the concept | " in table
+    assert "| star rank 2 | " in table
+
+
 def result(labels: Mapping[str, list[str]], name: str = "x", seed: int = 0) -> dict[str, Any]:
     return {"row": name, "seed": seed, "predicted": {"star": dict(labels)}}
 
