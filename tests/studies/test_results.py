@@ -8,6 +8,7 @@ import lzma
 import re
 import subprocess
 import sys
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import yaml
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe
 from concept_eraser.storage.base_model import CONTROLS
-from studies import guidance, leaderboard_entries, render_results, result_tables, runs
+from studies import grids, guidance, leaderboard_entries, render_results, result_tables, runs
 from studies.rendering import excess_recovery
 from studies.rendering.common import LIMITS
 from studies.result_tables import Results, table
@@ -115,6 +116,91 @@ def test_the_page_of_attacks_names_all_commits_and_no_row_salun_of_other_losses(
         rows = [line for line in text.splitlines() if line.startswith("| SalUn")]
         names = ("| SalUn, the authors' losses |", "| SalUn, its authors' losses, ")
         assert all(row.startswith(names) for row in rows), study
+
+
+def sentences_of(study: str) -> str:
+    """Return the text on a study's results in one line."""
+    return " ".join((ROOT / "studies" / "configs" / f"{study}.md").read_text().split())
+
+
+def test_the_sentences_on_the_vae_have_the_numbers_of_its_table() -> None:
+    """They compare rows, and a row that is measured again changes them."""
+    seconds: dict[str, dict[str, float]] = {}
+    crossings: dict[str, list[float]] = {}
+    for data, content in Results("vae").items():
+        runs_of = {name: row["runs"] for name, row in content["algorithms"].items()}
+        reached = {
+            name: runs
+            for name, runs in runs_of.items()
+            if all(run["seconds"] is not None for run in runs)
+        }
+        seconds[data] = {n: mean(run["seconds"] for run in runs) for n, runs in reached.items()}
+        crossings[data] = [mean(run["fid_at_bound"] for run in runs) for runs in reached.values()]
+    slower = {data: round(of["UNO"] / of["S"]) for data, of in seconds.items()}
+    faster = [of["S"] / of["H"] for of in seconds.values()]
+    with_hat = [of["S"] / of[name] for of in seconds.values() for name in of if "^" in name]
+    fid = {data: f"{min(of):.0f} to {max(of):.0f} on {data}" for data, of in crossings.items()}
+    assert {round(ratio) for ratio in faster} == {10}
+    text = sentences_of("vae")
+    for sentence in (
+        f"UNO is {slower['digits']} times slower on digits",
+        f"On fonts it is {slower['fonts']} times slower",
+        "In seconds H is 10 times faster than surgery without a classifier",
+        f"with a hat are {min(with_hat):.1f} to {max(with_hat):.1f} times faster",
+        f"The FID at the crossing is {fid['digits']} and {fid['fonts']}",
+    ):
+        assert sentence in text, sentence
+
+
+def test_clean_erasures_from_clip_are_all_named() -> None:
+    """At most 2 % of three shapes are left, and 92 % of the labels that no training used."""
+    clean = []
+    for row in Results("clip")["three"]["rows"]:
+        accuracies = [run["accuracy"] for run in row["runs"]]
+        left, *others = (
+            100 * mean(accuracy[name]["value"] for accuracy in accuracies)
+            for name in ("forget", "color", "style")
+        )
+        if left <= 2 and min(others) >= 92:
+            clean.append(row["label"])
+    names = {
+        "RL (random labels)": "random labels",
+        "BS (boundary shrink)": "boundary shrink",
+        "NPO+RT": "NPO+RT",
+        "MUNBa, its code's optimiser": "MUNBa with its code's optimiser",
+    }
+    assert clean == list(names)
+    (sentence,) = re.findall(r"\*\*Clean at three shapes\*\*: [^.]*", sentences_of("clip"))
+    assert [name for name in names.values() if name not in sentence] == []
+
+
+def test_the_least_gaps_on_half_of_the_painted_shapes_are_named_in_order() -> None:
+    gaps = {
+        row["label"]: mean(run["gap"] for run in row["runs"])
+        for row in Results("classification_painted")["random_50"]["rows"]
+        if row.get("grid")
+    }
+    first, second = sorted(gaps, key=gaps.__getitem__)[:2]
+    assert (first, second) == ("NPO+RT", "MUNBa, its code's optimiser")
+    assert (
+        f"NPO+RT has the least gap ({gaps[first]:.1f} points; the original 24), then MUNBa with "
+        f"its code's optimiser ({gaps[second]:.1f})"
+    ) in sentences_of("classification_painted")
+
+
+def test_methods_at_an_edge_are_measured_beyond_it_or_named() -> None:
+    measured = yaml.safe_load((ROOT / "studies" / "configs" / "tiny_edges.yaml").read_text())
+    text = sentences_of("tiny_edges").partition("Not measured here: ")[2]
+    at_an_edge = {
+        row["entry"].removeprefix("star_"): row["label"]
+        for key, row in table("tiny_leaderboard").items()
+        if key.startswith("star_") and row.get("grid") and grids.of_row(row)
+    }
+    del at_an_edge["finetune"]  # a control, which erases nothing
+    names = {name.removesuffix("_published") for name in measured["methods"]}
+    others = [label for name, label in at_an_edge.items() if name not in names]
+    assert len(others) > 10
+    assert [label for label in others if label.split()[0] not in text] == []
 
 
 def test_every_link_of_a_page_leads_somewhere_and_every_figure_is_on_a_page() -> None:
