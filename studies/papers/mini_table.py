@@ -1,7 +1,7 @@
 """Mini-Unlearning's comparison on softmax regression: retraining, DeltaGrad, certified removal,
 amnesiac unlearning, Mini-Unlearning and rewind after random deletions, with the paper's settings.
 The attacks are Shokri's with shadow models, and LiRA. The data are scikit-learn's digits, and
-Covtype where scikit-learn's copy is on the disk."""
+Covtype where scikit-learn's copy is on the disk; or another source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import fetch_covtype, load_digits
+from sklearn.datasets import fetch_covtype
 from torch import Tensor, nn
 
 from concept_eraser.evaluation.labelled.classification import (
@@ -26,6 +26,7 @@ from concept_eraser.methods.certified_removal import CertifiedRemoval
 from concept_eraser.methods.deltagrad import DeltaGrad
 from concept_eraser.methods.history import History
 from concept_eraser.methods.mini_unlearning import MiniUnlearning, rewind
+from studies.papers import samples
 
 RETAINED = "accuracy on the retained samples"
 LR, RIDGE, BATCH, EPOCHS, K = 0.01, 0.005, 100, 30, 10  # eta, l2 and k are the paper's
@@ -54,14 +55,14 @@ def covtype(rows: int = 2000) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def load(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the samples [n, d] and labels [n] of a data set by name."""
+    """Return the samples [n, d] and labels [n] of `covtype` or a source of samples.py."""
     if name == "covtype":
         data = covtype()
         if data is None:
             raise ValueError("scikit-learn has no copy of Covtype on this disk")
         return data
-    x, y = load_digits(return_X_y=True)
-    return x / 16, y
+    data_set = samples.load(name)
+    return data_set.flat.double().numpy(), data_set.labels.numpy()
 
 
 class Regression:
@@ -211,19 +212,26 @@ def is_current(run: Mapping[str, Any]) -> bool:
     return all(RETAINED in row for row in run["rows"])
 
 
-def cells(seeds: list[int]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return the runs by their keys."""
-    names = ["digits", *(["covtype"] if covtype() is not None else [])]
+def cells(
+    seeds: list[int], sources: Sequence[str] = (samples.DIGITS,)
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Return the runs by their keys. Covtype is beside digits where it is on the disk."""
+    has_covtype = tuple(sources) == (samples.DIGITS,) and covtype() is not None
     return {
-        f"{data}_{share}_{seed}": partial(_cell, data, share, seed)
-        for data in names
+        f"{data.partition(':')[0]}_{share}_{seed}": partial(_cell, data, share, seed)
+        for data in [*sources, *(["covtype"] if has_covtype else [])]
         for seed in seeds
         for share in SHARES
     }
 
 
 def _cell(data: str, share: float, seed: int) -> dict[str, Any]:
-    return {"data": data, "share": share, "seed": seed, "rows": one(data, share, seed)}
+    return {
+        "data": data.partition(":")[0],
+        "share": share,
+        "seed": seed,
+        "rows": one(data, share, seed),
+    }
 
 
 def summary(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -255,7 +263,7 @@ def summary(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def plot(result: dict[str, Any], axes: Any) -> None:
-    rows = [row for row in result["table"] if row["data"] == "digits"]
+    rows = [row for row in result["table"] if row["data"] != "covtype"]
     for name in METHODS:
         some = [row for row in rows if row["method"] == name]
         axes.plot(

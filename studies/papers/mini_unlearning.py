@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 from concept_eraser.methods.history import History
 from concept_eraser.methods.mini_unlearning import MiniUnlearning, rewind
+from studies.papers.samples import DIGITS, load
 
 SETTINGS = {
     "the paper's (eta .01, l2 .005)": (0.01, 0.005),
@@ -24,13 +24,13 @@ TRAIN, BATCH, EPOCHS = 1400, 100, 30
 
 
 class Regression:
-    def __init__(self, seed: int, lr: float, ridge: float) -> None:
+    def __init__(self, seed: int, lr: float, ridge: float, source: str = DIGITS) -> None:
         rng = np.random.default_rng(seed)
-        x, y = load_digits(return_X_y=True)
-        order = rng.permutation(len(x))[:TRAIN]
-        self.x, self.y = torch.from_numpy(x[order] / 16), torch.from_numpy(y[order])
+        samples = load(source)
+        order = rng.permutation(len(samples.labels))[:TRAIN]
+        self.x, self.y = samples.flat[order].double(), samples.labels[order]
         self.lr, self.ridge = lr, ridge
-        self.w = torch.zeros(64, 10, dtype=torch.float64, requires_grad=True)
+        self.w = torch.zeros(self.x.shape[1], 10, dtype=torch.float64, requires_grad=True)
         self.batches = [
             batch
             for _ in range(EPOCHS)
@@ -60,8 +60,10 @@ class Regression:
         return float(((self.x[rows] @ self.w).argmax(1) == self.y[rows]).double().mean())
 
 
-def one(seed: int, lr: float, ridge: float, what: str) -> list[dict[str, Any]]:
-    job = Regression(seed, lr, ridge)
+def one(
+    seed: int, lr: float, ridge: float, what: str, source: str = DIGITS
+) -> list[dict[str, Any]]:
+    job = Regression(seed, lr, ridge, source)
     rng = np.random.default_rng(seed + 1000)
     forget_rows = (
         set((job.y == 3).nonzero()[:, 0].tolist())
@@ -96,11 +98,11 @@ def one(seed: int, lr: float, ridge: float, what: str) -> list[dict[str, Any]]:
     return rows
 
 
-def run(seeds: list[int]) -> dict[str, Any]:
+def run(seeds: list[int], sources: Sequence[str] = (DIGITS,)) -> dict[str, Any]:
     table = []
     for setting, (lr, ridge) in SETTINGS.items():
         for what in ("random 10 %", "one class"):
-            results = [one(seed, lr, ridge, what) for seed in seeds]
+            results = [one(seed, lr, ridge, what, *sources) for seed in seeds]
             for rows in zip(*results, strict=True):
                 mean = {
                     key: float(np.mean([r[key] for r in rows]))

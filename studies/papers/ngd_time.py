@@ -6,7 +6,7 @@ comparable between runs."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
 from concept_eraser.methods.vectors import Vec, combine, norm, spectral_norm
-from studies.papers.networks import NETWORKS, digits, fit
+from studies.papers.networks import NETWORKS, fit, split
+from studies.papers.samples import DIGITS
 
 TOLERANCES, LIMIT, BATCH, RIDGE = (0.1, 0.03, 0.01), 300, 32, 1e-6
 Product = Callable[[Tensor, Tensor, Vec], Vec]
@@ -75,9 +76,9 @@ def seconds(
     return reached
 
 
-def one(name: str, seed: int) -> dict[str, list[float]]:
+def one(name: str, seed: int, source: str = DIGITS) -> dict[str, list[float]]:
     """Return the seconds of both methods for one network."""
-    data, _ = digits(seed, 600, 0.2)
+    data, _ = split(seed, 600, 0.2, source)
     x, y = data
     model = fit(name, data, seed=seed)
     loss = nn.functional.cross_entropy(model(x[:100]), y[:100])
@@ -94,10 +95,10 @@ def one(name: str, seed: int) -> dict[str, list[float]]:
     }
 
 
-def run(seeds: list[int]) -> dict[str, Any]:
+def run(seeds: list[int], sources: Sequence[str] = (DIGITS,)) -> dict[str, Any]:
     table = []
     for name in NETWORKS:
-        rows = [one(name, seed) for seed in seeds]
+        rows = [one(name, seed, *sources) for seed in seeds]
         for i, tolerance in enumerate(TOLERANCES):
             means = {k: float(np.mean([row[k][i] for row in rows])) for k in rows[0]}
             table.append(

@@ -6,7 +6,7 @@ wrong, so that the trained network has a trace to forget."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,8 @@ from concept_eraser.methods.minmax_ngd import MinMaxNGD
 from concept_eraser.methods.scrub import Scrub
 from concept_eraser.methods.weighted import Weighted
 from concept_eraser.training.closure import LossClosure
-from studies.papers.networks import NETWORKS, digits, fit
+from studies.papers.networks import NETWORKS, fit, split
+from studies.papers.samples import DIGITS
 
 TRAIN, FORGET, NOISE, EPOCHS = 600, 100, 0.2, 6
 RETAIN_BATCH, FORGET_BATCH = 128, 32  # the paper's
@@ -138,9 +139,9 @@ def unlearn(
     return rows
 
 
-def one(network: str, seed: int) -> dict[str, Any]:
+def one(network: str, seed: int, source: str = DIGITS) -> dict[str, Any]:
     """Return the curve of each method, and the points of the original and the retrained model."""
-    (x, y), test = digits(seed, TRAIN, NOISE)
+    (x, y), test = split(seed, TRAIN, NOISE, source)
     forget, retain = (x[:FORGET], y[:FORGET]), (x[FORGET:], y[FORGET:])
     start = fit(network, (x, y), seed=seed)
     curves = {
@@ -161,10 +162,14 @@ def is_current(run: Mapping[str, Any]) -> bool:
     return names | {"original", "retrained"} == set(run["curves"])
 
 
-def cells(seeds: list[int]) -> dict[str, Callable[[], dict[str, Any]]]:
+def cells(
+    seeds: list[int], sources: Sequence[str] = (DIGITS,)
+) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the runs by their keys."""
     return {
-        f"{network}_{seed}": partial(one, network, seed) for seed in seeds for network in NETWORKS
+        f"{network}_{seed}": partial(one, network, seed, *sources)
+        for seed in seeds
+        for network in NETWORKS
     }
 
 

@@ -126,9 +126,13 @@ def paper_problems() -> str:
         body = [[cell(row[key]) for key in head] for row in content["table"]]
         parts += [
             "",
-            f"## {content['problem']}",
+            f"## {name}",
             "",
-            " ".join((importlib.import_module(f"studies.papers.{name}").__doc__ or "").split()),
+            " ".join(
+                (
+                    importlib.import_module(f"studies.papers.{content['problem']}").__doc__ or ""
+                ).split()
+            ),
             "",
             table([head, *body]),
             "",
@@ -164,7 +168,7 @@ def paper_plots(contents: Mapping[str, Content]) -> Any:
     figure = canvas(12, 4 * rows)
     panels = figure.subplots(rows, 2, squeeze=False).flat
     for axes, (name, content) in zip(panels, contents.items(), strict=False):
-        importlib.import_module(f"studies.papers.{name}").plot(content, axes)
+        importlib.import_module(f"studies.papers.{content['problem']}").plot(content, axes)
         axes.set_title(name)
     for axes in figure.axes[len(contents) :]:
         axes.remove()

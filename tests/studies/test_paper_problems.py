@@ -90,8 +90,8 @@ def test_an_interrupted_measurement_continues(monkeypatch, tmp_path) -> None:
 def test_the_products_are_those_of_the_fisher_and_the_hessian(name: str) -> None:
     """The Fisher against curvlinops; the Hessian against forward over reverse mode."""
     torch.manual_seed(0)
-    model = networks.NETWORKS[name]().double()
-    (x, y), _ = networks.digits(0, 20, 0.0)
+    model = networks.NETWORKS[name](networks.DIGIT).double()
+    (x, y), _ = networks.split(0, 20, 0.0)
     x = x.double()
     v = tuple(torch.randn_like(p) for p in model.parameters())
     product = ngd_time.fisher_product(model)(x, y, v)
@@ -162,7 +162,7 @@ def test_a_network_that_diverged_has_no_score() -> None:
 @pytest.mark.parametrize("name", ngd_tradeoff.METHODS)
 def test_unlearning_starts_at_the_trained_network(name: str, monkeypatch) -> None:
     monkeypatch.setattr(ngd_tradeoff, "EPOCHS", 2)
-    data, test = networks.digits(0, 60, 0.2)
+    data, test = networks.split(0, 60, 0.2)
     start = networks.fit("OLP", data, seed=0, epochs=2)
     before = [p.detach().clone() for p in start.parameters()]
     forget, retain = (data[0][:20], data[1][:20]), (data[0][20:], data[1][20:])
