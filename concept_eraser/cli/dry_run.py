@@ -9,7 +9,15 @@ import typer
 
 from concept_eraser.storage.readers import size_text
 from concept_eraser.utils import resources
+from concept_eraser.utils.devices import find_gpu
 from concept_eraser.utils.errors import UserError
+
+HOLES_FROM = 2 * 2**30  # bytes; below, they do not matter
+# benchmarks/README.md, Stable Diffusion 1.4 at 256 and 512 px
+HOLES = (
+    "  on a CPU up to half more, for the holes of the C library's heap; with "
+    "MALLOC_MMAP_THRESHOLD_=1048576 in the environment there are few, and the steps are slower"
+)
 
 
 def show(
@@ -69,7 +77,10 @@ def _describe_prompts(
     lines.append(_weights(recipe, full_size_model))
     if not dry_run.edits(recipe):
         saved = recipe.weights_to_save(has_name=not allow_pickle)
-        lines += memory_estimate.estimate(recipe, full_size_model, saved=saved).lines()
+        estimate = memory_estimate.estimate(recipe, full_size_model, saved=saved)
+        lines += estimate.lines()
+        if estimate.on_cpu > HOLES_FROM and find_gpu() is None:
+            lines.append(HOLES)
     lines += _disk(recipe, full_size_model, folder, allow_pickle, in_fp32=plan.hollow)
     return [*lines, *_describe_steps(plan, two_steps)]
 

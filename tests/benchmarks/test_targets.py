@@ -40,7 +40,10 @@ SHORTFALLS: dict[str, dict[str, float]] = {
         "default LoRA, bf16, batch 4": 3.9,
     },
     FULL: {
-        "sd14, 256 px, erase: LoRA of rank 16, batch of 4": 24,  # the holes of the C library's heap
+        # the holes of the C library's heap
+        "sd14, 256 px, erase: LoRA of rank 16, batch of 4": 24,
+        "sd14, 512 px, erase: LoRA of rank 16, batch of 4": 45,
+        "sd14, 512 px, erase: default LoRA": 15.5,
     },
     # they have distributions over all tokens, or normalise the vocabulary
     ATTACK: {"unlearn_diff": 1.22, "p4d": 1.12},

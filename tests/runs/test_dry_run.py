@@ -24,6 +24,7 @@ from concept_eraser.recipes import recipe
 from concept_eraser.runs import disk_estimate, dry_run, memory_estimate
 from concept_eraser.storage import manifest
 from concept_eraser.utils import resources
+from concept_eraser.utils.devices import find_gpu
 
 NAMES = sorted(
     path.stem
@@ -77,6 +78,7 @@ def test_a_missing_model_is_replaced_and_its_weights_are_counted() -> None:
     assert "of 859,520,964 weights" in result.output
     assert "memory (an estimate, not measured): " in result.output
     assert "checkpointing: true" in result.output
+    assert ("  on a CPU up to half more" in result.output) is (find_gpu() is None)
 
 
 def test_a_model_on_this_machine_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +88,7 @@ def test_a_model_on_this_machine_is_timed(tmp_path: Path, monkeypatch: pytest.Mo
     result = CliRunner().invoke(app, ["erase", "tiny_star_munba", *few, "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "for 100 steps + about" in result.output
+    assert "the C library's heap" not in result.output, "it does not matter at this size"
     assert "for generating 800 images" in result.output
     assert not list(tmp_path.iterdir())
     assert logging.getLogger("concept_eraser").level == level, (
