@@ -5,7 +5,8 @@
 runs the command `concept-eraser` with these words. torch's profiler watches the functions in
 PHASES. The operators are summed up by kind. The time of an operator is its own, without those that
 it calls: on a GPU that of its kernels, else that of the CPU. The row of a phase is about its last
-call, since the first one also prepares kernels.
+call, since the first one also prepares kernels. Its seconds have what the profiler adds to each
+operator. They have neither the start nor the end of the profiler.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from concept_eraser.models.latent import Latent
@@ -69,6 +71,8 @@ def costs(events: Any, *, gpu: bool) -> dict[str, float]:
     """
     seconds: Counter[str] = Counter()
     for event in events:
+        if event.device_type != DeviceType.CPU:  # a kernel, whose time its operator has
+            continue
         microseconds = event.self_device_time_total if gpu else event.self_cpu_time_total
         seconds[kind_of(event.key)] += microseconds / 1e6
     return {kind: value for kind, value in seconds.most_common() if value > 0}
@@ -88,11 +92,14 @@ def watched() -> Iterator[dict[str, dict[str, Any]]]:
     def watch(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> Any:
-            start = time.monotonic()
             with profile(activities=activities) as profiler:
+                start = time.monotonic()
                 result = function(*args, **options)
+                if gpu:
+                    torch.cuda.synchronize()
+                seconds = time.monotonic() - start
             rows[phase] = {
-                "seconds": round(time.monotonic() - start, 3),
+                "seconds": round(seconds, 3),
                 "calls": rows.get(phase, {"calls": 0})["calls"] + 1,
                 "costs": costs(profiler.key_averages(), gpu=gpu),
             }

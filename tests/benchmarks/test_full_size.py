@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 from typer.testing import CliRunner
 
 from benchmarks import full_size, lora_sizes, profile_phases
@@ -175,6 +178,38 @@ def test_the_costs_of_a_phase_are_its_operators_by_kind(monkeypatch: pytest.Monk
     assert list(row["costs"].values()) == sorted(row["costs"].values(), reverse=True)
     table = profile_phases.lines({"a step": {**row, "costs": {"a": 3.0, "b": 1.0, "others": 0.0}}})
     assert table[-1].endswith("| a 75, b 25, others 0 |")
+
+
+def test_the_seconds_of_a_phase_are_without_the_start_and_the_end_of_the_profiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Slow(profile_phases.profile):
+        """The end of the profiler takes seconds for a phase with many operators."""
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            time.sleep(1)
+
+    owner = SimpleNamespace(step=lambda: torch.ones(2).sum())
+    monkeypatch.setattr(profile_phases, "PHASES", {"a step": (owner, "step")})
+    monkeypatch.setattr(profile_phases, "profile", Slow)
+    with profile_phases.watched() as phases:
+        owner.step()
+    assert 0 <= phases["a step"]["seconds"] < 0.9
+
+
+def test_a_kernel_of_a_gpu_counts_once() -> None:
+    """The profiler lists it twice: within its operator, and as an event of the GPU."""
+    operator = FunctionEvent(0, "aten::mm", 0, 0, 10, use_device="cuda", stack=[])
+    operator.append_kernel("sgemm_128x64", 0, 8)
+    kernel = FunctionEvent(
+        1, "sgemm_128x64", 0, 2, 10, use_device="cuda", stack=[], device_type=DeviceType.CUDA
+    )
+    recorded = EventList([operator, kernel], use_device="cuda")
+    recorded._build_tree()
+    events = recorded.key_averages()
+    assert [event.self_device_time_total for event in events] == [8, 8]
+    assert profile_phases.costs(events, gpu=True) == {"matrix products": 8e-6}
 
 
 def test_help_and_missing_words_write_nothing(
