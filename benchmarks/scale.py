@@ -4,7 +4,8 @@
 
 Each job is a command of the package on the bundled model. One process runs it, and two processes
 that torchrun starts (gloo on the CPU). Every process has one thread. The batch is the same in all:
-two processes have half of it each. A repetition runs both, in turn.
+two processes have half of it each. Of an attack one process has the two halves one after the other.
+A repetition runs both, in turn.
 
 A step of a training lasts from its start to the start of the next one, so it has all that a process
 waits for. The first steps and the last one are left out. An attack is measured from its first

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 from benchmarks import round_trip
+from studies.rendering.common import fill_blocks
 
 
 def test_a_measurement_gives_seconds_and_small_distances() -> None:
@@ -22,3 +25,11 @@ def test_the_table_has_the_measured_numbers() -> None:
     where = {"versions": {"torch": "2"}, "device": "cpu", "threads": 1, "cpu_count": 2}
     text = round_trip.block({"environment": where, "state": "idle", "row": row})
     assert "| 64 | 4.44 | 0.20 | 0.09 | 0.179 [0.101, 0.461] | 5 |" in text
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    content, page = json.loads(round_trip.FILE.read_text()), round_trip.PAGE.read_text()
+    assert fill_blocks(page, {"round-trip": lambda: round_trip.block(content)}) == page
+    seconds = content["row"]["cpu_seconds"]
+    share = 100 * (1 - seconds["sampling"] / sum(seconds.values()))
+    assert f"take {share:.0f} % of the seconds of {content['row']['images']} images" in page

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import settings
 from benchmarks.floor import OBJECTIVES, Floor, build, eraser_of
+from studies.rendering.common import fill_blocks
 
 
 @pytest.mark.parametrize("trained", ["cross-attention", "LoRA, rank 64"])
@@ -43,6 +48,61 @@ def test_a_measurement_gives_ratios_and_the_share_of_the_prefix() -> None:
     assert set(row["ratio"]) == set(settings.RATIOS) - {"compiled"}
     assert all(low <= median <= high for median, low, high in row["ratio"].values())
     assert 0 < row["prefix_share"] < 0.5
+
+
+def test_the_seconds_of_compiling_have_those_of_the_compilers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`torch.compile` starts compilers of C++, which are processes of their own."""
+    seconds = 2
+    program = f"import time\nwhile time.process_time() < {seconds}: pass"
+    make = settings.engine_step
+
+    def with_a_compiler(*words: Any, setting: str, **options: Any) -> Any:
+        eraser, plain = make(*words, setting=settings.OWN, **options)
+        first = [setting == "compiled"]
+
+        def step(number: int) -> None:
+            if first[0]:
+                subprocess.run([sys.executable, "-c", program], check=True)
+            first[0] = False
+            plain(number)
+
+        return eraser, step
+
+    monkeypatch.setattr(settings, "engine_step", with_a_compiler)
+    row = settings.measure("cross-attention", 1, 1, settings=("compiled", "sum, one pass"))
+    assert row["compiling_cpu_seconds"] >= seconds
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    content, page = json.loads(settings.FILE.read_text()), settings.PAGE.read_text()
+    assert fill_blocks(page, {"settings": lambda: settings.table(content)}) == page
+    rows = content["rows"]
+    names = ("MUNBa / sum, one pass each", "MUNBa in two passes / sum in one")
+    ratios = [row["ratio"][name][0] for row in rows for name in names]
+    assert f"; {min(ratios):.2f} to {max(ratios):.2f} against one gradient of their sum |" in page
+    beyond = {
+        name: {row["trained"] for row in rows if not low(row, name) <= 1 <= high(row, name)}
+        for name in ("fused Adam", "channels last")
+    }
+    assert not beyond["fused Adam"]
+    assert "* Fused Adam changes the time by less than the scatter." in page
+    assert beyond["channels last"] == {"default LoRA, bf16", "cross-attention"}
+    more, less = (
+        [100 * abs(r["ratio"]["channels last"][0] - 1) for r in rows if r["trained"] == trained]
+        for trained in ("default LoRA, bf16", "cross-attention")
+    )
+    assert f"takes {min(more):.0f} to {max(more):.0f} % more with the default LoRA in bf16" in page
+    assert f"and {min(less):.0f} % less with the cross-attention." in page
+
+
+def low(row: dict[str, Any], name: str) -> float:
+    return float(row["ratio"][name][1])
+
+
+def high(row: dict[str, Any], name: str) -> float:
+    return float(row["ratio"][name][2])
 
 
 def test_the_table_has_a_row_for_each_measurement() -> None:
