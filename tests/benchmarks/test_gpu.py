@@ -63,6 +63,13 @@ def test_the_estimates_are_close_to_what_a_gpu_took() -> None:
         assert (0.65 < closeness < 0.75) if "uno" in row["job"] else (0.98 < closeness < 1.06), row
 
 
+def test_the_page_has_what_cuda_itself_took() -> None:
+    rows = json.loads(gpu.OUTPUT.read_text())["rows"]
+    taken = [row["beside_mb"] for row in rows if row.get("beside_mb") is not None]
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    assert f"CUDA itself took {min(taken):.0f} to {max(taken):.0f} MB." in page
+
+
 def test_a_machine_without_a_gpu_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu"])
