@@ -15,6 +15,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -348,7 +349,20 @@ class Latent(Model):
         with self.precision(self.frozen_dtype):
             if weights is None:
                 return network(**inputs).sample
-            return torch.func.functional_call(network, dict(weights), (), inputs).sample
+            return torch.func.functional_call(
+                network, dict(weights), (), inputs, tie_weights=self._has_ties
+            ).sample
+
+    @cached_property
+    def _has_ties(self) -> bool:
+        """Whether a tensor of the denoiser has several names. Each call would look for them."""
+        both = (
+            self.denoiser.named_parameters(remove_duplicate=False),
+            self.denoiser.named_buffers(remove_duplicate=False),
+        )
+        return any(
+            len(ids) > len(set(ids)) for ids in ([id(t) for _, t in named] for named in both)
+        )
 
     def attention_layers(self) -> list[nn.Module]:
         return cross_attention.layers(self.denoiser)

@@ -86,6 +86,20 @@ def test_denoise_with_replaced_weights(tiny) -> None:
     torch.testing.assert_close(tiny.denoise(x, t, condition), plain)
 
 
+def test_a_replaced_weight_with_two_names_is_replaced_under_both(tiny) -> None:
+    block = tiny.denoiser.mid_block.attentions[0].transformer_blocks[0]
+    layers = [block.attn1.to_q, block.attn2.to_q]
+    layers[1].weight = layers[0].weight  # tied
+    noisy, t = torch.randn(1, *tiny.latent_shape()), torch.tensor([500])
+    condition = tiny.encode(["a star"])
+    name = next(n for n, p in tiny.denoiser.named_parameters() if p is layers[0].weight)
+    new = layers[0].weight.detach() * 3
+    replaced = tiny.denoise(noisy, t, condition, weights={name: new}).detach()
+    with torch.no_grad():
+        layers[0].weight.copy_(new)
+    torch.testing.assert_close(replaced, tiny.denoise(noisy, t, condition).detach())
+
+
 def test_partial_sampling_stops_at_its_timestep(shared_tiny) -> None:
     null, condition = shared_tiny.encode([""]), shared_tiny.encode(["a red star"])
     noise = torch.randn(1, 4, 16, 16)
