@@ -112,7 +112,7 @@ def main() -> int:
         key = "_".join([name, *kinds])
         problem = importlib.import_module(f"studies.papers.{name}")
         start = time.monotonic()
-        result = measure(problem, key, seeds, args.seconds, sources)
+        result = measure(problem, key, seeds, args.seconds, sources=sources)
         if result is None:
             continue
         Results(STUDY)[key] = {

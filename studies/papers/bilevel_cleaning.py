@@ -42,7 +42,7 @@ def cells(
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the runs by their keys, the cheap ones first."""
     return {
-        f"{name}_{inner}_{seed}": partial(one, name, inner, seed, sources)
+        f"{name}_{inner}_{seed}": partial(one, name, inner, seed=seed, sources=sources)
         for inner in INNER
         for seed in seeds
         for name in METHODS

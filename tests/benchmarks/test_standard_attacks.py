@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from benchmarks import standard_attacks
+from studies.rendering.common import fill_blocks
 
 SMALL = {
     "tasks": {"star": {"suite": "tiny_star"}},
@@ -71,3 +72,11 @@ def test_a_failing_version_shows_its_error() -> None:
         standard_attacks.cpu_seconds(
             standard_attacks.HERE.parent, {"suite": "tiny_star", "n": 2}, attacks
         )
+
+
+def test_the_page_shows_the_measurements_as_they_are() -> None:
+    page = standard_attacks.PAGE.read_text()
+    content = json.loads(standard_attacks.FILE.read_text())
+    blocks = {"standard-attacks": lambda: standard_attacks.block(content)}
+    assert fill_blocks(page, blocks) == page
+    assert standard_attacks.block(content) in page

@@ -414,6 +414,7 @@ PRODUCTS = {
         "runs/both/model_index.json",
         "erase.safetensors",
         "no_out.safetensors",
+        "star_words.safetensors",
     ],
     "how_to/leco": ["leco.safetensors", "runs/from_python/lora"],
     "how_to/publish": ["README.md"],
