@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from concept_eraser.models import hub, run_base
 from concept_eraser.models.stored_parts import precision_of_pipeline
 from concept_eraser.recipes import recipe as recipes
@@ -69,14 +71,10 @@ def _loading(arguments: str, folder: Path | None) -> str:
     """Return the lines that load a pipeline in the precision of a folder with the same weights.
 
     Without a precision diffusers loads the denoiser in fp32, and transformers the text encoder in
-    the precision of its file. The two do not fit together if that is another one.
+    the precision of its file. The two do not fit together if that is another one. Where the
+    precision is not known, it is fp32, which fits every file.
     """
-    dtype = None if folder is None else precision_of_pipeline(folder)
-    if dtype is None:
-        return (
-            "from diffusers import DiffusionPipeline\n\n"
-            f"pipe = DiffusionPipeline.from_pretrained({arguments})"
-        )
+    dtype = (None if folder is None else precision_of_pipeline(folder)) or torch.float32
     return (
         "import torch\nfrom diffusers import DiffusionPipeline\n\n"
         f"pipe = DiffusionPipeline.from_pretrained({arguments}, torch_dtype={dtype})"

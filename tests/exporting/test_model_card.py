@@ -145,7 +145,9 @@ def test_the_header_is_one_the_hub_reads(evaluated_run: Path, tmp_path: Path) ->
     )
     text = concept_eraser.card(run)
     assert ModelCard(text).data.base_model == "someone/their-model"
-    assert 'from_pretrained("someone/their-model", revision="v1.0")' in text
+    assert (
+        'from_pretrained("someone/their-model", revision="v1.0", torch_dtype=torch.float32)' in text
+    )
 
 
 def test_no_path_of_this_machine(evaluated_run: Path, tmp_path: Path) -> None:
