@@ -24,6 +24,7 @@ import time
 from typing import Any
 
 from concept_eraser.utils import provenance
+from concept_eraser.utils.errors import UserError
 from studies.papers.samples import kind_of
 from studies.result_tables import Results
 
@@ -112,7 +113,11 @@ def main() -> int:
         key = "_".join([name, *kinds])
         problem = importlib.import_module(f"studies.papers.{name}")
         start = time.monotonic()
-        result = measure(problem, key, seeds, args.seconds, sources=sources)
+        try:
+            result = measure(problem, key, seeds, args.seconds, sources=sources)
+        except UserError as error:  # such as missing files of a source
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         if result is None:
             continue
         Results(STUDY)[key] = {

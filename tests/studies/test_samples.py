@@ -114,6 +114,7 @@ def test_cifar10_has_three_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["--data", "mnist"], "there is no source 'mnist'; there are digits, mnist:FOLDER, "),
         (["--only", "eq24", "--data", "mnist:x"], "eq24 takes 0 sources; give --only with some of"),
         (["--only", "mini_table", "--data", "mnist:x,mnist:y"], "mini_table takes 1 sources"),
+        (["--only", "mini_unlearning", "--data", "mnist:nowhere"], "error: MNIST is not at "),
     ],
 )
 def test_wrong_data_is_an_error(
