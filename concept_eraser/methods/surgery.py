@@ -11,6 +11,10 @@ S and SA always project, PCGrad only on conflict. PCGrad's authors have it in ti
 PCGrad_tf.py, lines 44-49. TorchJD names Algorithm 1 of the paper as its source, and gives the same
 weights. The paper's text was not read here.
 
+With `alternate` the forget gradient alone is the step at even steps, and the rule at odd ones. With
+`descent` and the loss `ascent` this is `a-s`, the A-D of the code behind the UNO paper's numbers on
+MNIST (pinakm9/forget, modules/mnist/vae_ad.py, lines 98-167). The text's A-D is in weighted.py.
+
 Deliberate differences:
 * With two objectives the order of PCGrad's projections does not matter, so it is not random. (The
   authors' code shuffles the losses in line 36 and does not use the shuffled ones.)
@@ -29,7 +33,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from concept_eraser.methods.base import GramMethod, usable
+from concept_eraser.methods.base import Closure, Direction, GramMethod, usable
+from concept_eraser.methods.weighted import Weighted
 
 
 @dataclass(frozen=True)
@@ -40,24 +45,37 @@ class Surgery(GramMethod):
 
     Args:
         rule: "descent" (S), "ascent" (SA) or "pcgrad".
+        alternate: Forget alone at even steps (counted from 0), the rule at odd ones.
     """
 
     title: ClassVar[str] = "Gradient surgery: S and SA of the UNO paper, PCGrad"
     source: ClassVar[str] = "arXiv 2506.04712, 2311.15040, 2001.06782"
     defaults: ClassVar[Mapping[str, str]] = {
         "rule": "S of arXiv 2506.04712",
+        "alternate": "the paper: S",
     }
     theorems: ClassVar[frozenset[str]] = frozenset({"orthogonality", "stationarity"})
 
     rule: Literal["descent", "ascent", "pcgrad"] = "descent"
+    alternate: bool = False
 
     def laws(self) -> frozenset[str]:
+        if self.alternate:  # every second step is no combination
+            return frozenset()
         return frozenset({"stationarity"}) if self.rule == "pcgrad" else self.theorems
 
     @property
     def removed_objective(self) -> str | None:
         """The objective whose gradient is projected away; None if that depends on the gradients."""
         return {"descent": "forget", "ascent": "retain"}.get(self.rule)
+
+    def uses_all(self, objectives: tuple[str, ...]) -> bool:
+        return not self.alternate
+
+    def direction(self, closure: Closure) -> Direction:
+        if self.alternate and closure.step % 2 == 0:
+            return Weighted(retain=0.0).direction(closure)
+        return super().direction(closure)
 
     def check_objectives(self, objectives: tuple[str, ...]) -> None:
         if len(objectives) != 2:
@@ -89,5 +107,10 @@ class Surgery(GramMethod):
         }
 
 
-NAMED = {"s": {"rule": "descent"}, "sa": {"rule": "ascent"}, "pcgrad": {"rule": "pcgrad"}}
+NAMED = {
+    "s": {"rule": "descent"},
+    "sa": {"rule": "ascent"},
+    "a-s": {"rule": "descent", "alternate": True},
+    "pcgrad": {"rule": "pcgrad"},
+}
 PLUGIN = Surgery

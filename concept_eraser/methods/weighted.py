@@ -11,10 +11,10 @@ Settings that have their own name:
 * ESD: retain=0 with the loss `esd`.
 
 Deliberate differences: none in the rules of the texts. The code behind the paper's numbers of A-D
-(pinakm9/forget, modules/mnist/vae_ad.py, lines 98-167) takes turns between ascent and surgery (S);
-that for ImageNet (modules/imagenet/ascent_descent.py) has plain descent, as here. Losses, data and
-weights of each of them are the recipe's; each recipe in pipelines/ names the definition that it
-follows.
+on MNIST (pinakm9/forget, modules/mnist/vae_ad.py, lines 98-167) takes turns between ascent and
+surgery, which is `a-s` of surgery.py. That for ImageNet (modules/imagenet/ascent_descent.py) has
+plain descent, as here. Losses, data and weights of each of them are the recipe's; each recipe in
+pipelines/ names the definition that it follows.
 
 An objective of weight 0 needs no backward pass. Objectives other than retain and forget have the
 weight of forget.

@@ -31,7 +31,7 @@ from concept_eraser.utils.provenance import fingerprint
 # closed forms of the cross-attention, which may follow a training
 CLOSED = ("mace-cfr", "rece", "speed", "uce")
 # names of gradient ascent; their rules take any loss, so the forget loss must be the negative one
-ASCENT = ("a", "ga", "a-d", "gdiff", "sa")
+ASCENT = ("a", "ga", "a-d", "gdiff", "sa", "a-s")
 
 
 class Recipe(RecipeFields):

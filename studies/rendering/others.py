@@ -137,6 +137,15 @@ def paper_problems() -> str:
             table([head, *body]),
             "",
         ]
+        if "selection" in content:
+            choice_head = list(content["selection"][0])
+            choice = [[cell(row[key]) for key in choice_head] for row in content["selection"]]
+            parts += [
+                "Mean accuracy of both tasks where the rate was chosen:",
+                "",
+                table([choice_head, *choice]),
+                "",
+            ]
         for extra in ("log-log slopes",):
             if extra in content:
                 parts += [

@@ -121,6 +121,22 @@ def test_a_d_computes_one_gradient_a_step_in_turn() -> None:
         torch.testing.assert_close(flat(direction.vec), flat(pair_closure.gradients[objective]))
 
 
+def test_a_s_takes_turns_between_ascent_and_surgery() -> None:
+    method = registry.build("method", "a-s", {})
+    for step in range(3):
+        pair_closure = closure(*pair(0.1, 1.0, 2.0))
+        pair_closure.step = step
+        direction = flat(method.direction(pair_closure).vec)
+        if step % 2 == 0:
+            assert pair_closure.requests == ["forget"]
+            expected = flat(pair_closure.gradients["forget"])
+        else:
+            expected = flat(Surgery("descent").direction(closure(*pair(0.1, 1.0, 2.0))).vec)
+        torch.testing.assert_close(direction, expected)
+    assert not method.laws()
+    assert not method.uses_all(("retain", "forget"))
+
+
 def test_alternating_with_a_weight_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="alternate"):
         Weighted(alternate=True, forget=0.0)

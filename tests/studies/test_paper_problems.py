@@ -50,12 +50,15 @@ def test_a_step_moves_each_level_by_its_own_rate() -> None:
 def test_cleaning_and_time_give_rows(monkeypatch) -> None:
     monkeypatch.setattr(bilevel_cleaning, "STEPS", 2)
     monkeypatch.setattr(bilevel_cleaning, "EVERY", 1)
-    runs = {name: bilevel_cleaning.one(name, 1, 0) for name in bilevel.METHODS}
+    monkeypatch.setattr(bilevel_cleaning, "INNER", (1,))
+    monkeypatch.setattr(bilevel_cleaning, "RATES", (1.0, 1000.0))
+    runs = {key: compute() for key, compute in bilevel_cleaning.cells([0]).items()}
     assert all(len(run["curve"]) == 2 for run in runs.values())
-    for run in runs.values():
-        run["T"] = 16
-    table = bilevel_cleaning.summary(runs)["table"]
-    assert [row["method"] for row in table] == list(bilevel.METHODS)
+    assert all(map(bilevel_cleaning.is_current, runs.values()))
+    assert not bilevel_cleaning.is_current({"method": "MOML", "seed": 0})
+    summary = bilevel_cleaning.summary(runs)
+    assert [row["method"] for row in summary["table"]] == list(bilevel.METHODS)
+    assert [list(row)[1:] for row in summary["selection"]] == [["rate 1", "rate 1000"]] * 4
     monkeypatch.setattr(bilevel_time, "REPEATS", 1)
     assert set(bilevel_time.seconds(1, 32, 0)) == set(bilevel.METHODS)
 
