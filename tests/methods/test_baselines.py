@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from concept_eraser import registry
-from concept_eraser.methods import weighted
+from concept_eraser.methods import surgery, weighted
 from concept_eraser.methods.checks import closure, flat, pair
 from concept_eraser.methods.ngdiff import NGDiff
 from concept_eraser.methods.surgery import Surgery
@@ -121,8 +121,28 @@ def test_a_d_computes_one_gradient_a_step_in_turn() -> None:
         torch.testing.assert_close(flat(direction.vec), flat(pair_closure.gradients[objective]))
 
 
+@pytest.mark.parametrize(
+    ("options", "uses_all"),
+    [
+        ({}, True),
+        ({"retain": 0.5, "forget": 0.25}, True),
+        ({"retain": 0.0}, False),
+        ({"forget": 0.0}, False),
+        ({"alternate": True}, False),
+    ],
+)
+def test_a_sum_uses_both_gradients_if_both_weigh(options: dict, uses_all: bool) -> None:
+    assert Weighted(**options).uses_all(("retain", "forget")) is uses_all
+    assert Weighted(**options).uses_all(("forget", "retain")) is uses_all
+
+
+def test_a_sum_without_retain_uses_the_forget_gradient_alone() -> None:
+    assert Weighted(retain=0.0).uses_all(("forget",)) is True
+    assert Weighted(forget=0.0).uses_all(("forget",)) is False
+
+
 def test_a_s_takes_turns_between_ascent_and_surgery() -> None:
-    method = registry.build("method", "a-s", {})
+    method = Surgery(**surgery.NAMED["a-s"])
     for step in range(3):
         pair_closure = closure(*pair(0.1, 1.0, 2.0))
         pair_closure.step = step
@@ -134,7 +154,8 @@ def test_a_s_takes_turns_between_ascent_and_surgery() -> None:
             expected = flat(Surgery("descent").direction(closure(*pair(0.1, 1.0, 2.0))).vec)
         torch.testing.assert_close(direction, expected)
     assert not method.laws()
-    assert not method.uses_all(("retain", "forget"))
+    assert method.uses_all(("retain", "forget")) is False
+    assert Surgery().uses_all(("retain", "forget")) is True
 
 
 def test_alternating_with_a_weight_of_zero_is_refused() -> None:
