@@ -67,6 +67,7 @@ EVALUATION_STEPS = (
     *range(25, 101, 5),
     *range(120, 1001, 20),
 )  # steps with an evaluation of the rate
+EARLY_STEP = 5  # the authors' table has the rate after it
 FID_STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 300, 400, 530)  # ... and of the FID
 DATA: dict[str, dict[str, Any]] = {
     "fonts": {
@@ -346,6 +347,7 @@ def unlearn(
         "fid_at_bound": at,
         "fid": rows[-1]["fid"],
         "concept_rate": rows[-1]["concept_rate"],
+        "early_rate": next((r["concept_rate"] for r in rows if r["step"] == EARLY_STEP), None),
         "class_rates": class_rates(world, module),
         "per_step": run.seconds / steps,
         "measurements": rows if with_fid else [],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -276,6 +276,7 @@ def vae() -> str:
                 "reached",
                 "steps to < 2 %",
                 "seconds to < 2 %",
+                "rate after 5 steps %",
                 "FID there",
                 "FID at the end",
                 "rate at the end %",
@@ -296,6 +297,7 @@ def vae() -> str:
                     f"{count} of {len(result['runs'])}",
                     spread(column["steps"]),
                     spread(column["seconds"], 3),
+                    early_rate(result["runs"]),
                     spread(column["fid_at_bound"]),
                     spread(column["fid"]),
                     spread([100 * s for s in column["concept_rate"]]),
@@ -323,6 +325,15 @@ def vae() -> str:
             "",
         ]
     return "\n".join(parts) + "\n" + _notes("vae")
+
+
+def early_rate(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rate after five steps; earlier results have it for the first run only."""
+    if "early_rate" in runs[0]:
+        return spread([100 * run["early_rate"] for run in runs if run["early_rate"] is not None])
+    measurements = runs[0].get("measurements", [])
+    rates = [row["concept_rate"] for row in measurements if row["step"] == 5]
+    return f"{100 * rates[0]:.1f} (one run)" if rates else "-"
 
 
 def class_rates(content: dict[str, Any]) -> dict[str, list[float]]:

@@ -264,6 +264,7 @@ def test_one_run_of_each_algorithm_of_the_vae_bench(monkeypatch: pytest.MonkeyPa
         result = bench.unlearn(world, algorithm, seed=0, steps=2, with_fid=True)
         assert [row["step"] for row in result["measurements"]] == [0, 1, 2], algorithm
         assert result["fid"] > 0
+        assert result["early_rate"] is None  # two steps only
         assert sum(result["class_rates"]) == pytest.approx(1)
         assert result["class_rates"][world.forgotten_class] == pytest.approx(result["concept_rate"])
     assert {name for name, rate in rates.items() if rate == 1e-5} == {"SA at 1e-5", "S at 1e-5"}
@@ -299,6 +300,17 @@ def vae_arguments(algorithms: list[str], **others: Any) -> argparse.Namespace:
     """The arguments of a call on digits, with two runs."""
     settings = {"data": "digits", "batchnorm": "train", "runs": 2, "fid_samples": 5000}
     return argparse.Namespace(algorithms=algorithms, **{**settings, **others})
+
+
+def test_the_rate_after_five_steps_is_a_column() -> None:
+    from studies.rendering.labelled import early_rate
+
+    early = [{"early_rate": rate, "measurements": []} for rate in (0.1, 0.2)]
+    assert early_rate(early) == "15.0 ± 7.1"
+    assert early_rate([{"early_rate": None}, {"early_rate": None}]) == "-"
+    stored = [{"measurements": [{"step": 5, "concept_rate": 0.3}]}, {"measurements": []}]
+    assert early_rate(stored) == "30.0 (one run)"
+    assert early_rate(vae_result()["runs"]) == "-"
 
 
 @pytest.mark.parametrize(
