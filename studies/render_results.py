@@ -37,6 +37,7 @@ from studies.rendering import (
     several_concepts,
     side_effects,
     studies,
+    two_trainings,
 )
 from studies.rendering.common import current_label, fill_blocks, load
 from studies.result_tables import NEW_RESULTS, ROOT, TABLES, Results
@@ -89,6 +90,7 @@ def pages() -> dict[Path, str]:
         **location.PAGES,
         **lora.PAGES,
         **excess_recovery.PAGES,
+        **two_trainings.PAGES,
     }
     for name, renderer in renderers.items():
         if Results(name):

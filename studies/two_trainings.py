@@ -1,0 +1,123 @@
+"""How far two trainings of the bundled denoiser on the same data are from each other.
+
+    python -m concept_eraser.tiny.build --unet-only --seed 1
+    python -m studies.two_trainings studies/configs/two_trainings.yaml [--concepts heart]
+
+The second model has the data, text encoder and VAE of the first, and another seed. Its numbers in
+the suites of protocol 2 say what a change of the seed alone does. The distance of the noise
+predictions is measured as in the gap to retraining (concept_eraser/evaluation/retraining.py). It
+stands beside the distance of both models from one that never learned the concept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from concept_eraser import api
+from concept_eraser.data import generate
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.retraining import predict
+from concept_eraser.evaluation.statistics import mean_interval
+from concept_eraser.models.base import Model
+from concept_eraser.utils import provenance
+from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.provenance import derive_seed
+from studies.result_tables import Content, Results
+from studies.tasks import parse_names
+
+
+def distances(suite: suites.Suite, group: str, models: Mapping[str, Model]) -> list[Content]:
+    """Return the distances of the noise predictions of each pair of models.
+
+    The images of the group are those of the first model.
+
+    Args:
+        suite: The suite, which has the prompts and the sampling.
+        group: The name of its group.
+        models: The models by their names.
+
+    Returns:
+        For each pair its two names, and the mean squared difference with its 95 % interval over
+        the images.
+    """
+    original = next(iter(models.values()))
+    texts = suites.group_prompts(suite, group).texts
+    images = suites.generate_group(
+        original, suite, group, "before", weights=generate.model_fingerprint(original)
+    )
+    values: dict[tuple[str, str], list[float]] = {}
+    for start in range(0, len(texts), suite.sampling.batch_size):
+        part = slice(start, start + suite.sampling.batch_size)
+        pixels = images[part].permute(0, 3, 1, 2).float().div(127.5).sub(1)
+        latents = original.encode_images(pixels)
+        seed = derive_seed(suite.seed, "gap", group, start)
+        predictions = {
+            name: predict(model, latents, texts[part], seed=seed) for name, model in models.items()
+        }
+        for one, other in combinations(models, 2):
+            squares = (predictions[one] - predictions[other]).double().square()
+            values.setdefault((one, other), []).extend(squares.mean((0, 2, 3, 4)).tolist())
+    return [
+        {
+            "models": list(pair),
+            "distance": asdict(mean_interval(np.array(each), 0.0, sys.float_info.max)),
+        }
+        for pair, each in values.items()
+    ]
+
+
+def measure(study: Mapping[str, Any], concept: str) -> Content:
+    """Return the numbers and the distances of the second model on the suite of a concept.
+
+    Raises:
+        UserError: A model is missing.
+    """
+    case = study["concepts"][concept]
+    suite = suites.load(case["suite"])
+    sources = {
+        "first": study["first"],
+        "second": study["second"],
+        "never learned": case["control"],
+    }
+    models = {name: api.load(source) for name, source in sources.items()}
+    evaluation = api.evaluate(models["second"], suite, before=models["first"]).as_dict()
+    return {
+        "concept": concept,
+        "sources": sources,
+        "results": evaluation["results"],
+        "predictions": [
+            {"group": group, "pairs": distances(suite, group, models)} for group in suite.groups
+        ],
+        "models": {name: generate.model_fingerprint(model) for name, model in models.items()},
+        "environment": provenance.describe(),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--concepts", default="", help="only these")
+    args = parser.parse_args(arguments)
+    study = yaml.safe_load(args.study.read_text())
+    results = Results(args.study.stem)
+    try:
+        for concept in parse_names(parser, "concepts", args.concepts, study["concepts"]):
+            results[concept] = measure(study, concept)
+            print(concept, flush=True)
+    except UserError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
