@@ -16,7 +16,8 @@ turns with ascent. SA is surgery with ascent along the forget gradient (Bae et a
 learning rate of the authors' figures plots/sa_lr.pdf and plots/s_lr.pdf.
 
 A run also stores the rate of each class among prior samples at its end. The authors' figure
-plots/mnist_dist.pdf shows these for the original and for one erased VAE.
+plots/mnist_dist.pdf shows these for the original and for one erased VAE. The first run stores
+16 samples too.
 
 Time to unlearn: the training time until the rate of the class among prior samples is first below
 2 %. It is interpolated and excludes the evaluations. A second classifier counts, which no algorithm
@@ -33,7 +34,10 @@ other algorithms stay, if they were measured on the same VAE.
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
+import io
+import math
 import multiprocessing
 import tempfile
 import time
@@ -45,6 +49,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 from concept_eraser import api, registry
@@ -67,6 +72,7 @@ EVALUATION_STEPS = (
     *range(25, 101, 5),
     *range(120, 1001, 20),
 )  # steps with an evaluation of the rate
+SHEET_SAMPLES = 16  # images of a model on the page
 EARLY_STEP = 5  # the authors' table has the rate after it
 FID_STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 300, 400, 530)  # ... and of the FID
 DATA: dict[str, dict[str, Any]] = {
@@ -296,6 +302,20 @@ def class_rates(world: World, module: nn.Module) -> list[float]:
     return [round(float(rate), 4) for rate in world.rates(module)]
 
 
+@torch.no_grad()
+def sample_sheet(world: World, module: nn.Module) -> str:
+    """Return prior samples side by side, as a PNG in base64. All models decode the same codes."""
+    samples = world.of_samples(module, SHEET_SAMPLES, 3, lambda images: images)
+    if samples.dim() == 2:  # of a network without channels
+        side = math.isqrt(samples.shape[1])
+        samples = samples.reshape(-1, 1, side, side)
+    pixels = samples.clamp(0, 1).mul(255).round().byte()  # [n, c, h, w]
+    row = torch.cat(list(pixels), 2).permute(1, 2, 0).squeeze(-1)
+    file = io.BytesIO()
+    Image.fromarray(row.numpy()).save(file, format="PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def unlearn(
     world: World, algorithm: str, seed: int, steps: int, with_fid: bool, batchnorm: str = "train"
 ) -> dict[str, Any]:
@@ -351,6 +371,7 @@ def unlearn(
         "class_rates": class_rates(world, module),
         "per_step": run.seconds / steps,
         "measurements": rows if with_fid else [],
+        "samples": sample_sheet(world, module) if with_fid else "",
     }
 
 
@@ -543,6 +564,7 @@ def write(
         "original": {
             "concept_rate": rate,
             "class_rates": class_rates(world, world.vae),
+            "samples": sample_sheet(world, world.vae),
             "fid": fid,
             "judge_accuracy": world.accuracy,
             "seconds": seconds,

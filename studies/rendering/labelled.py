@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from studies import grids
@@ -321,6 +324,7 @@ def vae() -> str:
             *_class_rates(content),
             f"![trajectories]({figure_path('vae', key).name}.svg)",
             "",
+            *_sheet(key, content),
             _foot(content),
             "",
         ]
@@ -369,6 +373,36 @@ def _class_rates(content: dict[str, Any]) -> list[str]:
     if others:
         sentence += f" Measured without these rates: {', '.join(others)}.".replace("^", "\\^")
     return [sentence, "", table(rows), ""]
+
+
+def sample_rows(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the stored samples of the original and of each algorithm, as PNGs in base64."""
+    rows = {
+        name: result["runs"][0].get("samples", "") for name, result in content["algorithms"].items()
+    }
+    rows = {"original": content["original"].get("samples", ""), **rows}
+    return {name: samples for name, samples in rows.items() if samples}
+
+
+def _sheet(key: str, content: Mapping[str, Any]) -> list[str]:
+    if not sample_rows(content):
+        return []
+    return [f"![samples]({figure_path('vae', f'{key}.samples.svg').name})", ""]
+
+
+def draw_samples(content: Mapping[str, Any]) -> Any:
+    """Draw a row of samples for the original and for the first run of each algorithm."""
+    from PIL import Image
+
+    rows = sample_rows(content)
+    figure = canvas(8, 0.5 * len(rows))
+    panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
+    for axes, (name, samples) in zip(panels, rows.items(), strict=True):
+        with Image.open(io.BytesIO(base64.b64decode(samples))) as image:
+            axes.imshow(np.asarray(image), cmap="gray", vmin=0, vmax=255, aspect="equal")
+        axes.set(xticks=[], yticks=[])
+        axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+    return figure
 
 
 def trajectories(content: dict[str, Any]) -> Any:
@@ -432,10 +466,19 @@ def _draw_class_rates(axes: Any, rates: dict[str, list[float]]) -> None:
 
 def figures() -> dict[Path, Figure]:
     """Return the figures of the VAE page."""
-    return {
+    contents = Results("vae")
+    drawn = {
         figure_path("vae", f"{name}.svg"): Figure(content, partial(trajectories, content))
-        for name, content in Results("vae").items()
+        for name, content in contents.items()
     }
+    sheets = {
+        figure_path("vae", f"{name}.samples.svg"): Figure(
+            sample_rows(content), partial(draw_samples, content)
+        )
+        for name, content in contents.items()
+        if sample_rows(content)
+    }
+    return {**drawn, **sheets}
 
 
 PAGES = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import re
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from studies import classifiers, grids
 from tests.conftest import ROOT
@@ -265,6 +268,9 @@ def test_one_run_of_each_algorithm_of_the_vae_bench(monkeypatch: pytest.MonkeyPa
         assert [row["step"] for row in result["measurements"]] == [0, 1, 2], algorithm
         assert result["fid"] > 0
         assert result["early_rate"] is None  # two steps only
+        with Image.open(io.BytesIO(base64.b64decode(result["samples"]))) as sheet:
+            assert sheet.size == (16 * 8, 8)
+            assert np.asarray(sheet).std() > 0
         assert sum(result["class_rates"]) == pytest.approx(1)
         assert result["class_rates"][world.forgotten_class] == pytest.approx(result["concept_rate"])
     assert {name for name, rate in rates.items() if rate == 1e-5} == {"SA at 1e-5", "S at 1e-5"}
@@ -302,6 +308,23 @@ def vae_arguments(algorithms: list[str], **others: Any) -> argparse.Namespace:
     return argparse.Namespace(algorithms=algorithms, **{**settings, **others})
 
 
+def test_a_sheet_has_a_row_of_samples_for_each_model(no_results: Path) -> None:
+    from studies.rendering import labelled
+
+    file = io.BytesIO()
+    Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)).save(file, format="PNG")
+    samples = base64.b64encode(file.getvalue()).decode()
+    result = vae_result()
+    result["runs"][0]["samples"] = samples
+    content = {"original": {"samples": samples}, "algorithms": {"S": result, "A": vae_result()}}
+    assert list(labelled.sample_rows(content)) == ["original", "S"]
+    panels = labelled.draw_samples(content).axes
+    assert [axes.get_ylabel() for axes in panels] == ["original", "S"]
+    assert panels[0].images[0].get_array().shape == (8, 8)
+    del content["original"]["samples"], result["runs"][0]["samples"]
+    assert labelled.sample_rows(content) == {}
+
+
 def test_the_rate_after_five_steps_is_a_column() -> None:
     from studies.rendering.labelled import early_rate
 
@@ -329,8 +352,6 @@ def test_another_number_of_fid_samples_is_another_result(others: dict[str, Any],
 
 def paper_data(folder: Path, name: str) -> dict[str, Any]:
     """Write a small stand-in in the files of MNIST or CelebA, and return changed settings."""
-    from PIL import Image
-
     from tests.data.test_datasets import idx
 
     rng = np.random.default_rng(0)
@@ -417,6 +438,7 @@ def test_rows_of_other_algorithms_stay_if_the_vae_is_the_same(
 
     world = bench.World("digits", 3, None, None, None, None, None, 0.97)  # type: ignore[arg-type]
     monkeypatch.setattr(bench, "class_rates", lambda *_: [0.1] * 10)
+    monkeypatch.setattr(bench, "sample_sheet", lambda *_: "")
     describe = bench.provenance.describe
     for commit, name, result in (
         ("aaaa", "S", vae_result()),
