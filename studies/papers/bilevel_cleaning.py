@@ -113,7 +113,7 @@ def summary(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
                 {
                     "method": name,
                     "T": inner,
-                    "rate": CHOSEN_RATES[name],
+                    "rate": f"{CHOSEN_RATES[name]:g}",
                     "seeds": len(some),
                     first: [float(values[:, -1, 0].mean()), float(spread[0])],
                     second: [float(values[:, -1, 1].mean()), float(spread[1])],

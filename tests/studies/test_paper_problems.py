@@ -63,6 +63,12 @@ def test_cleaning_and_time_give_rows(monkeypatch) -> None:
     assert set(bilevel_time.seconds(1, 32, 0)) == set(bilevel.METHODS)
 
 
+def test_the_rates_of_cleaning_are_the_best_of_the_stored_choice() -> None:
+    table = result_tables.Results("papers")["bilevel_cleaning"]["selection"]
+    best = {row.pop("method"): max(row, key=row.get) for row in map(dict, table)}
+    assert best == {name: f"rate {rate:g}" for name, rate in bilevel_cleaning.CHOSEN_RATES.items()}
+
+
 def test_an_interrupted_measurement_continues(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(result_tables, "NEW_RESULTS", tmp_path)
     calls: list[str] = []
