@@ -401,7 +401,7 @@ def draw_samples(content: Mapping[str, Any]) -> Any:
         with Image.open(io.BytesIO(base64.b64decode(samples))) as image:
             axes.imshow(np.asarray(image), cmap="gray", vmin=0, vmax=255, aspect="equal")
         axes.set(xticks=[], yticks=[])
-        axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=8)
+        axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=7)
     return figure
 
 

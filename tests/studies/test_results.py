@@ -127,7 +127,8 @@ def test_the_sentences_on_the_vae_have_the_numbers_of_its_table() -> None:
     """They compare rows, and a row that is measured again changes them."""
     seconds: dict[str, dict[str, float]] = {}
     crossings: dict[str, list[float]] = {}
-    for data, content in Results("vae").items():
+    for content in Results("vae").values():
+        data = content["data"]
         runs_of = {name: row["runs"] for name, row in content["algorithms"].items()}
         reached = {
             name: runs
@@ -137,15 +138,14 @@ def test_the_sentences_on_the_vae_have_the_numbers_of_its_table() -> None:
         seconds[data] = {n: mean(run["seconds"] for run in runs) for n, runs in reached.items()}
         crossings[data] = [mean(run["fid_at_bound"] for run in runs) for runs in reached.values()]
     slower = {data: round(of["UNO"] / of["S"]) for data, of in seconds.items()}
-    faster = [of["S"] / of["H"] for of in seconds.values()]
+    faster = {data: round(of["S"] / of["H"]) for data, of in seconds.items()}
     with_hat = [of["S"] / of[name] for of in seconds.values() for name in of if "^" in name]
     fid = {data: f"{min(of):.0f} to {max(of):.0f} on {data}" for data, of in crossings.items()}
-    assert {round(ratio) for ratio in faster} == {10}
     text = sentences_of("vae")
     for sentence in (
         f"UNO is {slower['digits']} times slower on digits",
         f"On fonts it is {slower['fonts']} times slower",
-        "In seconds H is 10 times faster than surgery without a classifier",
+        f"In seconds H is {faster['digits']} (digits) and {faster['fonts']} times (fonts) faster than",
         f"with a hat are {min(with_hat):.1f} to {max(with_hat):.1f} times faster",
         f"The FID at the crossing is {fid['digits']} and {fid['fonts']}",
     ):
