@@ -324,7 +324,6 @@ def vae() -> str:
             *_class_rates(content),
             f"![trajectories]({figure_path('vae', key).name}.svg)",
             "",
-            *_sheet(key, content),
             _foot(content),
             "",
         ]
@@ -384,40 +383,36 @@ def sample_rows(content: Mapping[str, Any]) -> dict[str, str]:
     return {name: samples for name, samples in rows.items() if samples}
 
 
-def _sheet(key: str, content: Mapping[str, Any]) -> list[str]:
-    if not sample_rows(content):
-        return []
-    return [f"![samples]({figure_path('vae', f'{key}.samples.svg').name})", ""]
+def draw_samples(figure: Any, rows: Mapping[str, str]) -> None:
+    """Draw a row of samples for the original and for the first run of each algorithm.
 
-
-def draw_samples(content: Mapping[str, Any]) -> Any:
-    """Draw a row of samples for the original and for the first run of each algorithm."""
+    figure: An empty part of a figure. rows: The samples as `sample_rows` returns them.
+    """
     from PIL import Image
 
-    rows = sample_rows(content)
-    figure = canvas(8, 0.5 * len(rows))
     panels = figure.subplots(len(rows), 1, squeeze=False)[:, 0]
     for axes, (name, samples) in zip(panels, rows.items(), strict=True):
         with Image.open(io.BytesIO(base64.b64decode(samples))) as image:
             axes.imshow(np.asarray(image), cmap="gray", vmin=0, vmax=255, aspect="equal")
         axes.set(xticks=[], yticks=[])
         axes.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=7)
-    return figure
 
 
 def trajectories(content: dict[str, Any]) -> Any:
     """Draw the rate of the class and the FID of the first runs, over steps and seconds.
 
     Where the rates of all classes are known, bars show those of the original and of each algorithm.
+    Stored samples are below them.
     """
-    rates = class_rates(content)
-    figure = canvas(11, 10 if rates else 7)
+    rates, samples = class_rates(content), sample_rows(content)
+    heights = [7.0, *([3.0] if rates else []), *([0.45 * len(samples)] if samples else [])]
+    figure = canvas(11, sum(heights))
+    parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
+    axes = parts.pop(0).subplots(2, 2)
     if rates:
-        upper, lower = figure.subfigures(2, 1, height_ratios=(7, 3))
-        axes = upper.subplots(2, 2)
-        _draw_class_rates(lower.subplots(), rates)
-    else:
-        axes = figure.subplots(2, 2)
+        _draw_class_rates(parts.pop(0).subplots(), rates)
+    if samples:
+        draw_samples(parts.pop(0), samples)
     for name, result in content["algorithms"].items():
         rows = result["runs"][0]["measurements"]
         for column, key in enumerate(("step", "seconds")):
@@ -466,19 +461,10 @@ def _draw_class_rates(axes: Any, rates: dict[str, list[float]]) -> None:
 
 def figures() -> dict[Path, Figure]:
     """Return the figures of the VAE page."""
-    contents = Results("vae")
-    drawn = {
+    return {
         figure_path("vae", f"{name}.svg"): Figure(content, partial(trajectories, content))
-        for name, content in contents.items()
+        for name, content in Results("vae").items()
     }
-    sheets = {
-        figure_path("vae", f"{name}.samples.svg"): Figure(
-            sample_rows(content), partial(draw_samples, content)
-        )
-        for name, content in contents.items()
-        if sample_rows(content)
-    }
-    return {**drawn, **sheets}
 
 
 PAGES = {

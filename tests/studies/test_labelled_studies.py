@@ -310,6 +310,7 @@ def vae_arguments(algorithms: list[str], **others: Any) -> argparse.Namespace:
 
 def test_a_sheet_has_a_row_of_samples_for_each_model(no_results: Path) -> None:
     from studies.rendering import labelled
+    from studies.rendering.figures import canvas
 
     file = io.BytesIO()
     Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)).save(file, format="PNG")
@@ -318,7 +319,9 @@ def test_a_sheet_has_a_row_of_samples_for_each_model(no_results: Path) -> None:
     result["runs"][0]["samples"] = samples
     content = {"original": {"samples": samples}, "algorithms": {"S": result, "A": vae_result()}}
     assert list(labelled.sample_rows(content)) == ["original", "S"]
-    panels = labelled.draw_samples(content).axes
+    figure = canvas(4, 2)
+    labelled.draw_samples(figure, labelled.sample_rows(content))
+    panels = figure.axes
     assert [axes.get_ylabel() for axes in panels] == ["original", "S"]
     assert panels[0].images[0].get_array().shape == (8, 8)
     del content["original"]["samples"], result["runs"][0]["samples"]

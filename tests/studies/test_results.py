@@ -145,7 +145,7 @@ def test_the_sentences_on_the_vae_have_the_numbers_of_its_table() -> None:
     for sentence in (
         f"UNO is {slower['digits']} times slower on digits",
         f"On fonts it is {slower['fonts']} times slower",
-        f"In seconds H is {faster['digits']} (digits) and {faster['fonts']} times (fonts) faster than",
+        f"H is {faster['digits']} (digits) and {faster['fonts']} times (fonts) faster than surgery",
         f"with a hat are {min(with_hat):.1f} to {max(with_hat):.1f} times faster",
         f"The FID at the crossing is {fid['digits']} and {fid['fonts']}",
     ):
