@@ -379,7 +379,7 @@ def sample_rows(content: Mapping[str, Any]) -> dict[str, str]:
     rows = {
         name: result["runs"][0].get("samples", "") for name, result in content["algorithms"].items()
     }
-    rows = {"original": content["original"].get("samples", ""), **rows}
+    rows = {"original": content.get("original", {}).get("samples", ""), **rows}
     return {name: samples for name, samples in rows.items() if samples}
 
 
