@@ -97,6 +97,10 @@ def measure(study: Mapping[str, Any], concept: str) -> Content:
         "predictions": [
             {"group": group, "pairs": distances(suite, group, models)} for group in suite.groups
         ],
+        "settings": {
+            "suite": provenance.fingerprint(suite.model_dump(mode="json")),
+            "seed": suite.seed,  # of the images
+        },
         "models": {name: generate.model_fingerprint(model) for name, model in models.items()},
         "environment": provenance.describe(),
     }
