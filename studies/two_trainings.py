@@ -12,9 +12,7 @@ stands beside the distance of both models from one that never learned the concep
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -25,12 +23,14 @@ import yaml
 from concept_eraser import api
 from concept_eraser.data import generate
 from concept_eraser.evaluation import suite as suites
-from concept_eraser.evaluation.retraining import predict
-from concept_eraser.evaluation.statistics import mean_interval
+from concept_eraser.evaluation.retraining import (
+    mean_distance,
+    mean_with_interval,
+    predict_group,
+)
 from concept_eraser.models.base import Model
 from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
-from concept_eraser.utils.provenance import derive_seed
 from studies.result_tables import Content, Results
 from studies.tasks import parse_names
 
@@ -54,23 +54,16 @@ def distances(suite: suites.Suite, group: str, models: Mapping[str, Model]) -> l
     images = suites.generate_group(
         original, suite, group, "before", weights=generate.model_fingerprint(original)
     )
-    values: dict[tuple[str, str], list[float]] = {}
-    for start in range(0, len(texts), suite.sampling.batch_size):
-        part = slice(start, start + suite.sampling.batch_size)
-        pixels = images[part].permute(0, 3, 1, 2).float().div(127.5).sub(1)
-        latents = original.encode_images(pixels)
-        seed = derive_seed(suite.seed, "gap", group, start)
-        predictions = {
-            name: predict(model, latents, texts[part], seed=seed) for name, model in models.items()
-        }
+    values: dict[tuple[str, str], list[np.ndarray]] = {}
+    for predictions in predict_group(
+        suite, group, images, texts=texts, original=original, models=list(models.values())
+    ):
+        by_name = dict(zip(models, predictions, strict=True))
         for one, other in combinations(models, 2):
-            squares = (predictions[one] - predictions[other]).double().square()
-            values.setdefault((one, other), []).extend(squares.mean((0, 2, 3, 4)).tolist())
+            distance = mean_distance([(by_name[one], by_name[other])])
+            values.setdefault((one, other), []).append(distance)
     return [
-        {
-            "models": list(pair),
-            "distance": asdict(mean_interval(np.array(each), 0.0, sys.float_info.max)),
-        }
+        {"models": list(pair), "distance": mean_with_interval(np.concatenate(each))}
         for pair, each in values.items()
     ]
 

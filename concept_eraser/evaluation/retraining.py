@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
@@ -167,6 +167,36 @@ def predict(model: Model, latents: Tensor, prompts: Sequence[str], *, seed: int)
     return torch.stack(predictions)
 
 
+def predict_group(
+    suite: Suite,
+    name: str,
+    images: Tensor,
+    *,
+    texts: Sequence[str],
+    original: Model,
+    models: Sequence[Model],
+) -> Iterator[list[Tensor]]:
+    """Yield the predictions of several models for the images of a group, batch by batch.
+
+    Args:
+        suite: the suite, with the seed of the noise and the size of a batch.
+        name: the name of the group.
+        images: [n, h, w, 3] uint8.
+        texts: the prompt of each image, [n].
+        original: the model whose VAE encodes the images.
+        models: the models that predict.
+
+    Yields:
+        For each batch the predictions of each model, [levels, images, c, h, w].
+    """
+    for start in range(0, len(texts), suite.sampling.batch_size):
+        part = slice(start, start + suite.sampling.batch_size)
+        pixels = images[part].permute(0, 3, 1, 2).float().div(127.5).sub(1)
+        latents = original.encode_images(pixels)
+        seed = derive_seed(suite.seed, "gap", name, start)
+        yield [predict(model, latents, texts[part], seed=seed) for model in models]
+
+
 def _prediction_row(
     suite: Suite, group: Group, models: Sequence[Model]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -178,39 +208,41 @@ def _prediction_row(
     texts = [prompt.text for prompt in group.prompts]
     to_controls: dict[str, list[np.ndarray]] = {"after": [], "before": []}
     between: list[np.ndarray] = []
-    for start in range(0, len(texts), suite.sampling.batch_size):
-        part = slice(start, start + suite.sampling.batch_size)
-        pixels = group.images["before"][part].permute(0, 3, 1, 2).float().div(127.5).sub(1)
-        latents = original.encode_images(pixels)
-        seed = derive_seed(suite.seed, "gap", group.name, start)
-        predictions = [predict(model, latents, texts[part], seed=seed) for model in models]
+    for predictions in predict_group(
+        suite,
+        group.name,
+        group.images["before"],
+        texts=texts,
+        original=original,
+        models=models,
+    ):
         others = predictions[2:]
         for stage, prediction in zip(("after", "before"), predictions[:2], strict=True):
-            to_controls[stage].append(_mean_distance((prediction, other) for other in others))
+            to_controls[stage].append(mean_distance((prediction, other) for other in others))
         if len(controls) > 1:
-            between.append(_mean_distance(combinations(others, 2)))
+            between.append(mean_distance(combinations(others, 2)))
     erased, unchanged = (np.concatenate(to_controls[stage]) for stage in ("after", "before"))
     seeds = np.concatenate(between) if between else None
     row = {
         "group": group.name,
         "role": group.role,
         "time_steps": [round(level * erased_model.timesteps) for level in LEVELS],
-        "erased": _mean(erased),
-        "original": _mean(unchanged),
-        "between_controls": None if seeds is None else _mean(seeds),
+        "erased": mean_with_interval(erased),
+        "original": mean_with_interval(unchanged),
+        "between_controls": None if seeds is None else mean_with_interval(seeds),
         "relative_to_original": _ratio(erased, unchanged),
         "relative_to_controls": None if seeds is None else _ratio(erased, seeds),
     }
     return row, {"after": erased, "before": unchanged}
 
 
-def _mean(distances: np.ndarray) -> dict[str, Any]:
+def mean_with_interval(distances: np.ndarray) -> dict[str, Any]:
     """Return the mean of distances [n] with its interval, which is empty where all are equal."""
     # without a finite limit, distances of zero would have the interval of counts
     return asdict(mean_interval(distances, 0.0, sys.float_info.max))
 
 
-def _mean_distance(pairs: Iterable[tuple[Tensor, Tensor]]) -> np.ndarray:
+def mean_distance(pairs: Iterable[tuple[Tensor, Tensor]]) -> np.ndarray:
     """Return for each image the mean squared difference of predictions, over levels and pairs."""
     values = [(one - other).double().square().mean((0, 2, 3, 4)) for one, other in pairs]
     result: np.ndarray = torch.stack(values).mean(0).numpy()
