@@ -30,7 +30,8 @@ from concept_eraser.utils.provenance import fingerprint
 
 # closed forms of the cross-attention, which may follow a training
 CLOSED = ("mace-cfr", "rece", "speed", "uce")
-# names of gradient ascent; their rules take any loss, so the forget loss must be the negative one
+# names that stand for gradient ascent, alone or beside the retain gradient. Their rules take any
+# loss, so the forget loss must be the negative one
 ASCENT = ("a", "ga", "a-d", "gdiff", "sa", "a-s")
 
 
@@ -77,8 +78,8 @@ class Recipe(RecipeFields):
         forget = info.data.get("forget")
         if value.name in ASCENT and any(objective.loss == "data" for objective in as_list(forget)):
             raise ValueError(
-                f"the method {value.name!r} is gradient ascent, but with forget.loss: data it "
-                "trains on the forget set; set forget.loss: ascent"
+                f"the method {value.name!r} ascends the loss of the forget set, but with "
+                "forget.loss: data it descends it; set forget.loss: ascent"
             )
         name, options = registry.resolve("method", value.name, value.options)
         return MethodSpec(name=name, **options)

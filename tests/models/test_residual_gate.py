@@ -202,6 +202,33 @@ def test_a_run_holds_the_gate_alone_and_gives_the_same_images(
     assert model_fingerprint(loaded) == model_fingerprint(model)
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_the_gate_of_xl_gives_the_same_images_again(
+    autocast: torch.dtype | None, tmp_path: Path
+) -> None:
+    """XL has two text encoders, whose states are joined, and prompts with a pooled embedding."""
+    families.build("sdxl", folder := tmp_path / "sdxl")
+    original, model = load(str(folder)), load(str(folder))
+    run = concept_eraser.erase(
+        recipe(model=str(folder)), model=model, output=tmp_path / "run"
+    ).folder
+    sampling = {**SAMPLING, "autocast": autocast}
+    images = [one.sample(["a red star"], **sampling) for one in (original, model, load(str(run)))]
+    assert not torch.equal(images[0], images[1])
+    assert torch.equal(images[1], images[2])
+
+
+def test_autocast_changes_the_gate_by_rounding_alone() -> None:
+    model = load(small_sd())
+    with_gate(model)
+    exact = prediction(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = prediction(model).float()
+    residual_gate.detach(model.denoiser)
+    by_gate = (exact - prediction(model)).abs().max()
+    assert (rounded - exact).abs().max() < 0.1 * by_gate
+
+
 def test_the_commands_apply_the_gate_of_a_run(run: Path, tmp_path: Path) -> None:
     """An image of `generate`, and the model of `evaluate`. test_closed_forms.py attacks a gate."""
     command = ["generate", str(run), "-p", "a red star", "-n", "1", "--steps", "3", "-q"]
