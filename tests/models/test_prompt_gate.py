@@ -97,9 +97,13 @@ def test_padding_counts_for_the_cosine_and_not_for_the_tokens(tiny: Any) -> None
 # --- images --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guidance", [5.0, 1.0])
-def test_the_limits_are_the_original_and_the_run_bit_for_bit(run: Path, guidance: float) -> None:
-    sampling = {**SAMPLING, "guidance": guidance}
+@pytest.mark.parametrize(
+    "changes", [{}, {"guidance": 1.0}, {"autocast": torch.bfloat16}], ids=["cfg", "plain", "bf16"]
+)
+def test_the_limits_are_the_original_and_the_run_bit_for_bit(
+    run: Path, changes: dict[str, Any]
+) -> None:
+    sampling = {**SAMPLING, **changes}
     original, erased, gate = small(), load(run), small(f"spm-gate-tokens:star@{run}")
     for prompts, model, other in ((FAR, original, erased), (STARS, erased, original)):
         images = gate.sample(prompts, **sampling)

@@ -208,7 +208,7 @@ def test_every_shipped_recipe_is_valid_and_opens_with_its_command() -> None:
         assert text.startswith(f"# concept-eraser erase {name}\n"), name
 
 
-@pytest.mark.parametrize("name", ["a", "ga", "a-d", "sa"])
+@pytest.mark.parametrize("name", ["a", "ga", "a-d", "sa", "a-s"])
 def test_a_method_that_promises_ascent_does_not_train_on_the_forgotten(name: str) -> None:
     content = {
         "target": "classifier",
@@ -217,7 +217,7 @@ def test_a_method_that_promises_ascent_does_not_train_on_the_forgotten(name: str
         "method": name,
     }
     with pytest.raises(
-        UserError, match=rf"the method '{name}' is gradient ascent.*set forget.loss: ascent"
+        UserError, match=rf"the method '{name}' ascends the loss.*set forget.loss: ascent"
     ):
         recipe.load(content)
     content["forget"] = {"data": "digits", "classes": [3], "loss": "ascent"}
