@@ -249,8 +249,10 @@ def _layer_hook(
     scaled_up = scaled_up * (factors.alpha / factors.rank)
     # once, and not in each step: on a GPU the CPU waits for the answer
     some_whole, some_less = bool((strengths == 1).any()), bool((strengths < 1).any())
-    # the same sum as in the run, bit for bit
-    whole_weight = weight + factors.change(name).to(weight) if some_whole else weight
+    whole_weight = weight
+    if some_whole:  # the same sum as in the run, bit for bit, which autocast would round
+        with torch.autocast(factors.layers[name][0].device.type, enabled=False):
+            whole_weight = weight + factors.change(name).to(weight)
 
     def add(layer: Any, inputs: Any, output: Tensor) -> Tensor:
         x = inputs[0]
