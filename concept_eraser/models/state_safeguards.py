@@ -90,9 +90,9 @@ def _value_hook(target: Tensor, n: int, *, adaptive: bool) -> Callable[..., Tens
     def replace(module: Any, inputs: Any, output: Tensor) -> Tensor:
         if len(output) != 2 * n:
             raise UserError(NEEDS_GUIDANCE)
-        joined = torch.cat(output.chunk(2), dim=-1)
+        joined = torch.cat(output.chunk(2), dim=-1).float()  # the shift is too steep for bf16
         changed = orthogonal_values(joined, target.to(joined), adaptive=adaptive)
-        return torch.cat(changed.chunk(2, dim=-1))
+        return torch.cat(changed.chunk(2, dim=-1)).to(output)
 
     return replace
 

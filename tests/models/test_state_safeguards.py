@@ -82,6 +82,19 @@ def test_the_adaptive_shift_is_the_codes_sigmoid() -> None:
     assert min(shifts) < 0.5
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_values_in_half_precision_lose_what_the_same_values_in_fp32_lose(adaptive: bool) -> None:
+    """The adaptive shift is so steep that a cosine in bf16 would change it by a third."""
+    target = draw(1, 6, 8).bfloat16()
+    noise = torch.linspace(0, 0.8, 6).double()[:, None] * draw(1, 6, 8, seed=1)
+    output = torch.cat((target + noise).bfloat16().chunk(2, dim=-1))
+    hook = safeguards._value_hook(target, 1, adaptive=adaptive)
+    exact = safeguards._value_hook(target.float(), 1, adaptive=adaptive)(None, None, output.float())
+    result = hook(None, None, output)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, exact.bfloat16())
+
+
 def test_a_target_of_zero_changes_nothing() -> None:
     value = draw(1, 3, 4)
     for adaptive in (False, True):
