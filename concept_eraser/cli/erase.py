@@ -39,7 +39,7 @@ changed by key.path=value.
 --retain my_retain.txt
 
   concept-eraser erase --forget tiny_star --anchor shape=circle --retain tiny_rest \
---select all      (all weights, then a closed form: more robust)
+--select all      (all weights, then a closed form)
 
   concept-eraser erase --forget tiny_star --anchor shape=circle --forget tiny_moon \
 --anchor shape=cross --retain tiny_five_rest
