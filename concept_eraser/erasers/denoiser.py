@@ -222,18 +222,8 @@ class Denoiser(Part):
         This is the sampling of ESD. The whole micro-batch has one time step, which its first
         example draws.
         """
-        low, high = (
-            int((1 - bound / self.model.timesteps) * objective.free_steps)
-            for bound in reversed(objective.timesteps)
-        )
-        stop = int(
-            torch.randint(
-                max(0, low),
-                max(low + 1, min(high, objective.free_steps)),
-                (1,),
-                generator=generator,
-            )
-        )
+        stops = steps_within(objective.timesteps, self.model.timesteps, steps=objective.free_steps)
+        stop = int(torch.randint(stops.start, stops.stop, (1,), generator=generator))
         with self.weights_of(objective.settings.teacher) as weights:
             noisy, t = self.model.partial(
                 noise,
@@ -473,6 +463,21 @@ class Denoiser(Part):
         if attacks is not None:
             offset = torch.cat([torch.zeros_like(self.delta[:1]), self.delta])[attacks]
         return Condition({**condition.tensors, EMBEDDING: states + offset.to(states.dtype)})
+
+
+def steps_within(bounds: tuple[int, int], timesteps: int, *, steps: int) -> range:
+    """Return the numbers of a sampler's steps after which its time step is within bounds.
+
+    At least one is returned, also where no time step of the sampler is within them.
+
+    Args:
+        bounds: The smallest time step, and the first one above the largest.
+        timesteps: The number of time steps of the noise schedule.
+        steps: The number of steps of the sampler, the noisiest first.
+    """
+    first, end = ((timesteps - bound) * steps // timesteps for bound in reversed(bounds))
+    first = max(first, 0)
+    return range(first, max(first + 1, min(end, steps)))
 
 
 def _require_attention(model: Model, what: str) -> None:

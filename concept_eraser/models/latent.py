@@ -35,6 +35,8 @@ from concept_eraser.utils.errors import UserError, unknown
 log = logging.getLogger(__name__)
 SENTENCE = "A photo of the naïve étoile, 12 red stars & co!"
 READERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+# entries of a configuration that say where weights came from, beside those that begin with _
+NOT_COMPUTED = ("architectures", "dtype", "torch_dtype", "transformers_version")
 ENDS = 2  # tokens that a tokenizer adds to a text: its begin and its end
 
 
@@ -132,6 +134,16 @@ def require_text_to_image(pipeline: Any, source: str) -> None:
         )
 
 
+def _settings(config: Any) -> dict[str, str]:
+    """Return the entries of a configuration that change what is computed, as texts."""
+    entries = config.items() if isinstance(config, Mapping) else config.to_dict().items()
+    return {
+        key: str(value)
+        for key, value in sorted(entries)
+        if not key.startswith("_") and key not in NOT_COMPUTED
+    }
+
+
 class Latent(Model):
     """A pipeline with an AutoencoderKL, with the interface of `Model`.
 
@@ -150,7 +162,7 @@ class Latent(Model):
     guard: Guard | None = None  # a safeguard during sampling
 
     def drawing(self) -> dict[str, Any]:
-        """The latents' shape, the sampler's configuration, and a sentence's tokens."""
+        """The latents' shape, the configurations of sampler and parts, and a sentence's tokens."""
         scheduler = self.pipeline.scheduler
         tokenizers = [
             getattr(self.pipeline, name, None)
@@ -165,8 +177,19 @@ class Latent(Model):
             "pipeline": type(self.pipeline).__name__,
             "scheduler": [
                 type(scheduler).__name__,
-                {k: str(v) for k, v in sorted(scheduler.config.items()) if not k.startswith("_")},
+                _settings(scheduler.config),
             ],
+            # such as SDXL's force_zeros_for_empty_prompt; other entries name classes and paths
+            "switches": {
+                key: value
+                for key, value in _settings(self.pipeline.config).items()
+                if value in ("True", "False") and key != "requires_safety_checker"
+            },
+            "parts": {
+                name: _settings(part.config)
+                for name, part in sorted(self.parts.items())
+                if hasattr(part, "config")
+            },
         }
         guard = self.guard.drawing(self) if self.guard else {}
         return {**super().drawing(), **settings, "tokens": encodings, **guard}

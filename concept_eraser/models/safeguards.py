@@ -141,7 +141,7 @@ class Guard:
         change = _Change(SLD.get(self.kind), states)
         handle = model.denoiser.register_forward_hook(change, with_kwargs=True)
         try:
-            change.steps = lambda: len(model.pipeline.scheduler.timesteps)
+            change.steps = lambda: state_safeguards.count_steps(model)
             yield
         finally:
             handle.remove()

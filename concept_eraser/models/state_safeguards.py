@@ -249,7 +249,7 @@ def _conditional(
         if not times or times[-1] != t:
             times.append(t)
         empty, prompt = states.chunk(2)
-        total = len(model.pipeline.scheduler.timesteps)
+        total = count_steps(model)
         with torch.no_grad():
             prompt = change(prompt, len(times) - 1, total)
         return args, {**kwargs, "encoder_hidden_states": torch.cat([empty, prompt])}
@@ -259,6 +259,11 @@ def _conditional(
         yield
     finally:
         handle.remove()
+
+
+def count_steps(model: Any) -> int:
+    """Return the number of the sampler's time steps. Some samplers list a time step twice."""
+    return len(set(model.pipeline.scheduler.timesteps.tolist()))
 
 
 def _end(model: Any, text: str) -> int:

@@ -82,7 +82,7 @@ def _probability(
             f"found {list(logits.shape)}"
         )
     shape = example.shape[1:]
-    return lambda images: judge(images.reshape(-1, *shape)).softmax(1)[:, number]
+    return lambda images: judge(images.reshape(-1, *shape)).float().softmax(1)[:, number]
 
 
 def _judge(context: Context, histogram: HistogramSpec) -> nn.Module:

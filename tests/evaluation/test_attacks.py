@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -460,6 +461,33 @@ def test_another_list_of_paraphrases_is_another_protocol(tmp_path: Path) -> None
         hashes.append(protocol("paraphrase", {"prompts": str(file), "tries": 1}).as_dict()["lists"])
     assert hashes[0] != hashes[1]
     assert "lists" not in protocol("seed_search", {"tries": 1}).as_dict()
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_prompt_gets_each_paraphrase_once(n: int, tmp_path: Path) -> None:
+    """Also where a batch has more tries than the list has texts. The batch does not matter."""
+    file = tmp_path / "words.txt"
+    words = [f"a star {i}" for i in range(6)]
+    file.write_text("\n".join(words))
+    attack = registry.build("attack", "paraphrase", {"prompts": str(file), "tries": 6})
+    scene: Any = SimpleNamespace(
+        prompts=[f"prompt {i}" for i in range(n)], seeds=range(n), root=3, live=torch.arange(n)
+    )
+    rounds = [offer.texts for offer in attack.search(scene)]
+    assert all(sorted(of_prompt) == words for of_prompt in zip(*rounds, strict=True))
+    scene.prompts, scene.seeds, scene.live = scene.prompts[:1], scene.seeds[:1], torch.arange(1)
+    assert [offer.texts[0] for offer in attack.search(scene)] == [one[0] for one in rounds]
+
+
+def test_an_attack_on_another_sampler_does_not_continue_a_folder(
+    shared_tiny: Any, tiny: Any, tmp_path: Path
+) -> None:
+    some = dataclasses.replace(protocol("seed_search", {"tries": 1}), n=2)
+    runner.run(some, shared_tiny, shared_tiny, folder=tmp_path)
+    runner.run(some, tiny, tiny, folder=tmp_path)
+    tiny.pipeline.scheduler.register_to_config(timestep_spacing="trailing")
+    with pytest.raises(UserError, match="holds another attack"):
+        runner.run(some, tiny, tiny, folder=tmp_path)
 
 
 def test_the_sheet_shows_the_concept_again(shared_tiny) -> None:

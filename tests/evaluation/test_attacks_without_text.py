@@ -34,7 +34,9 @@ from concept_eraser.evaluation.attacks import (
 )
 from concept_eraser.evaluation.attacks.base import FAMILIES, Attack, Round, Scene
 from concept_eraser.evaluation.attacks.trajectory import Trajectory, concept_latents, noise_for
+from concept_eraser.models.loading import load
 from concept_eraser.utils.errors import UserError
+from tests import families
 
 STARS = ["a red star", "a blue star"]
 SAMPLING = generate.Sampling(steps=4, guidance=5.0)
@@ -370,6 +372,34 @@ def test_the_gradient_changes_the_noise_as_in_the_paper(
     assert distance(steered, plain) > 3
 
 
+@pytest.mark.parametrize("name", ["classifier_guidance", "classifier_alone"])
+def test_noise_alone_is_not_steered(
+    name: str, make_scene: MakeScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flow matching begins without a signal, by which the clean latents would be divided."""
+    model = load(families.build("sd3", tmp_path / "sd3"))
+    shape = model.latent_shape()
+    monkeypatch.setattr(
+        classifier_guidance.SteeredSampling,
+        "gradient_of",
+        lambda *_: lambda sampler, x, step: torch.full_like(x, 0.1),
+    )
+    scene = make_scene(victim=model, original=model, targets=torch.zeros(2, *shape))
+    assert not Trajectory(scene).level(scene.targets, 0)[0].any()
+    seen: list[Tensor] = []
+    monkeypatch.setattr(Trajectory, "images", lambda self, x: seen.append(x) or x)
+    attack = registry.build("attack", name, {"scales": (0.0, 2.0)})
+    list(attack.search(scene))
+    plain, steered = seen
+    assert plain.isfinite().all()
+    assert steered.isfinite().all()
+    assert not torch.equal(plain, steered)
+    if name == "classifier_guidance":
+        sampler = Trajectory(scene)
+        expected = sampler.run(noise_for(scene, scene.live), model.encode(STARS))
+        torch.testing.assert_close(plain, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_a_classifier_is_trained_stored_and_read(
     make_scene: MakeScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,6 +423,10 @@ def test_a_classifier_is_trained_stored_and_read(
     assert all(
         torch.equal(value, again.state_dict()[name]) for name, value in network.state_dict().items()
     )
+    with monkeypatch.context() as patch:
+        patch.setattr(type(scene.original), "drawing", lambda self: {"another": "noise schedule"})
+        with pytest.raises(AssertionError, match="trained again"):
+            attack._classifier(make_scene(memory=tmp_path, corpus=STARS))
     file = tmp_path / "own.safetensors"
     save_file({k: v.clone() for k, v in network.state_dict().items()}, file)
     given = classifier_guidance.ClassifierGuidance(classifier=str(file))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from concept_eraser import api
+from concept_eraser.models import safeguards
 from concept_eraser.models.loading import load
 from concept_eraser.models.safeguards import SLD, Guard
 from concept_eraser.utils.errors import UserError
@@ -89,6 +90,28 @@ def test_safe_latent_diffusion_is_the_papers_loop(tiny: Any, kind: str) -> None:
     assert torch.equal(tiny.sample(PROMPTS, **SAMPLING), guarded_images), (
         "nothing is kept from one sampling to the next"
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["DDIMScheduler", "HeunDiscreteScheduler", "PNDMScheduler", "EulerDiscreteScheduler"]
+)
+def test_the_warm_up_is_the_same_share_of_the_steps_of_any_sampler(name: str, tiny: Any) -> None:
+    """Heun lists each of its time steps but the first twice, and PNDM one of them."""
+    tiny.protect(Guard("sld-weak", "a star"))
+    warm: dict[float, bool] = {}
+
+    def record(self: Any, sld: Any, *predictions: Any, t: float, **others: Any) -> Any:
+        gamma = original(self, sld, *predictions, t=t, **others)
+        warm[t] = warm.get(t, False) or bool(gamma.any())
+        return gamma
+
+    original = safeguards._Change._gamma
+    with pytest.MonkeyPatch.context() as patch, tiny.sampler(name):
+        if name == "PNDMScheduler":
+            tiny.pipeline.scheduler.register_to_config(skip_prk_steps=True)
+        patch.setattr(safeguards._Change, "_gamma", record)
+        tiny.sample(PROMPTS, seeds=[1, 2], steps=20, guidance=5.0)
+    assert list(warm.values()) == [False] * 6 + [True] * 14  # 15 of 50 steps
 
 
 def test_a_safeguard_changes_images_only(tiny: Any) -> None:

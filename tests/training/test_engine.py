@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import subprocess
@@ -14,11 +15,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import yaml
+from diffusers import DDIMScheduler
 from safetensors.torch import load_file
 
 import concept_eraser
 from concept_eraser import UserError
-from concept_eraser.erasers.denoiser import Denoiser
+from concept_eraser.erasers.denoiser import Denoiser, steps_within
 from concept_eraser.methods.base import Direction, Method
 from concept_eraser.methods.checks import flat
 from concept_eraser.recipes import recipe as recipes
@@ -361,3 +363,16 @@ def test_a_factor_beyond_fp32_is_a_skipped_step(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="all 2 steps were skipped"):
         concept_eraser.erase(content, output=tmp_path / "run")
     assert [row["skipped"] for row in logs.read(tmp_path / "run" / "log.jsonl")] == [1, 1]
+
+
+@pytest.mark.parametrize("steps", [10, 20, 50])
+def test_free_steps_end_within_the_bounds_of_the_time_steps(steps: int) -> None:
+    """The sampler's time steps are 1, 1 + 1000 / steps, ... A bound is no float on the way."""
+    scheduler = DDIMScheduler(steps_offset=1)
+    scheduler.set_timesteps(steps)
+    times = scheduler.timesteps.tolist()
+    bounds = range(0, 1001, 1000 // steps)
+    for low, high in itertools.combinations(bounds, 2):
+        expected = [stop for stop, t in enumerate(times) if low < t <= high]
+        assert list(steps_within((low, high), 1000, steps=steps)) == expected
+    assert list(steps_within((990, 995), 1000, steps=steps)) == [0]

@@ -12,6 +12,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from concept_eraser.evaluation.attacks.base import Access, Family, Round, Scene
@@ -45,9 +46,10 @@ class ClassifierAlone(SteeredSampling):
 
         def steer(
             sampler: Trajectory, x: Tensor, step: int, conditions: tuple[Condition, Condition]
-        ) -> tuple[Tensor, Tensor]:
+        ) -> tuple[Tensor, Tensor, Tensor]:
             scale = x.flatten(1).std(dim=1)[:, None, None, None]
-            return x / scale, gradient_at(sampler, x, step)
+            # latents that are noise alone have no estimate of an image but the mean one
+            return torch.zeros_like(x), x / scale, gradient_at(sampler, x, step)
 
         yield from self.sample(scene, steer)
 

@@ -100,8 +100,10 @@ class LatentClassifier(nn.Module):
 
 
 # latents, step, conditions of the prompts and of the unconditional prediction -> the predicted
-# noise, and the gradient of log p(concept), each in the shape of the latents
-Steering = Callable[[Trajectory, Tensor, int, tuple[Condition, Condition]], tuple[Tensor, Tensor]]
+# clean latents and noise, and the gradient of log p(concept), each in the shape of the latents
+Steering = Callable[
+    [Trajectory, Tensor, int, tuple[Condition, Condition]], tuple[Tensor, Tensor, Tensor]
+]
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,9 @@ class SteeredSampling(Attack):
 
         Args:
             scene: The attacked batch.
-            steer: Gives the predicted noise and the gradient of log p(concept).
+            steer: Gives the predicted clean latents and noise, and the gradient of log p(concept).
+                Latents that are noise alone are not steered: there the change of the clean latents
+                would have no bound.
             text: The victim is given the prompt, or the empty prompt.
         """
         sampler = sampler_for(scene, self.steps, text)
@@ -166,10 +170,12 @@ class SteeredSampling(Attack):
             null = scene.victim.null().repeat(len(live))
             x = noise_for(scene, live, ("classifier guidance", number) if number else ())
             for step in range(sampler.steps):
-                noise, gradient = steer(sampler, x, step, (condition, null))
+                clean, noise, gradient = steer(sampler, x, step, (condition, null))
                 signal, sigma = sampler.level(x, step)
-                noise = noise - sigma * scale * gradient
-                x = sampler.mix((x - sigma * noise) / signal, noise, step + 1)
+                if bool((signal > 0).all()):
+                    noise = noise - sigma * scale * gradient
+                    clean = (x - sigma * noise) / signal
+                x = sampler.mix(clean, noise, step + 1)
             yield Round(live, images=sampler.images(x))
 
     def gradient_of(self, scene: Scene) -> Callable[[Trajectory, Tensor, int], Tensor]:
@@ -215,6 +221,7 @@ class SteeredSampling(Attack):
             scene.root,
             [self.training_steps, self.lr, WIDTH],
             vars(scene.sampling),
+            scene.original.drawing(),
         ]
         path = scene.memory / f"{fingerprint(facts)}.safetensors" if scene.memory else None
         weights = read_chunk(path) if path else None
@@ -294,11 +301,11 @@ class ClassifierGuidance(SteeredSampling):
 
         def steer(
             sampler: Trajectory, x: Tensor, step: int, conditions: tuple[Condition, Condition]
-        ) -> tuple[Tensor, Tensor]:
+        ) -> tuple[Tensor, Tensor, Tensor]:
             gradient = gradient_at(sampler, x, step)
             with torch.no_grad():
                 prediction = sampler.predict(x, step, *conditions)
-                return sampler.split(x, step, prediction)[1], gradient
+                return *sampler.split(x, step, prediction), gradient
 
         return steer
 
@@ -316,7 +323,7 @@ class ClassifierGuidance(SteeredSampling):
 
         def steer(
             sampler: Trajectory, x: Tensor, step: int, conditions: tuple[Condition, Condition]
-        ) -> tuple[Tensor, Tensor]:
+        ) -> tuple[Tensor, Tensor, Tensor]:
             variable = x.detach().requires_grad_(True)
             prediction = sampler.predict(variable, step, *conditions)
             clean, noise = sampler.split(variable, step, prediction)
@@ -325,7 +332,7 @@ class ClassifierGuidance(SteeredSampling):
             log_p = probability.clamp(min=1e-12).log()
             (gradient,) = torch.autograd.grad(log_p.sum(), [variable])
             scene.spend("gradient steps", len(x))
-            return noise.detach(), gradient
+            return clean.detach(), noise.detach(), gradient
 
         return steer
 

@@ -19,11 +19,12 @@ from concept_eraser.evaluation.attacks.base import (
     Scene,
     require_positive,
 )
+from concept_eraser.utils.provenance import derive_seed
 
 
 @dataclass(frozen=True)
 class Paraphrase(Attack):
-    """Replace each attacked prompt by texts of a prompt set, in a seeded order.
+    """Replace each attacked prompt by texts of a prompt set, in a seeded order, none twice.
 
     Args:
         prompts: A prompt set by name or file, e.g. tiny_star_synonyms.
@@ -47,11 +48,14 @@ class Paraphrase(Attack):
 
     def search(self, scene: Scene) -> Generator[Round, None, None]:
         rows = prompts.load(self.prompts)
-        n = len(scene.prompts)
-        texts = rows.take(min(self.tries, len(rows)) * n, scene.seed).texts
-        for i in range(min(self.tries, len(rows))):
+        count = min(self.tries, len(rows))
+        texts = [  # of each prompt, none twice
+            rows.take(count, derive_seed(scene.root, "paraphrase", prompt, seed)).texts
+            for prompt, seed in zip(scene.prompts, scene.seeds, strict=True)
+        ]
+        for i in range(count):
             live = scene.live
-            yield Round(live, texts=[texts[i * n + j] for j in live.tolist()])
+            yield Round(live, texts=[texts[j][i] for j in live.tolist()])
 
 
 PLUGIN = Paraphrase

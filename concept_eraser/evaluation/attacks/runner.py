@@ -305,7 +305,8 @@ def run(
     if second_judge is not None:
         agreement.require_another(judge, second_judge, (attribute, value))
         whole["second_judge"] = second_judge.fingerprint
-    finished_batches = FinishedBatches(folder, environment.fingerprint([whole, models]))
+    drawing = {name: model.drawing() for name, model in pair.items()}
+    finished_batches = FinishedBatches(folder, environment.fingerprint([whole, models, drawing]))
     before = draw_start(
         protocol, judge, victim, original, cache=cache, weights=weights, progress=progress
     )

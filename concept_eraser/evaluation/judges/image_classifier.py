@@ -149,7 +149,7 @@ class ImageClassifierJudge(NetworkJudge):
                 f"{self.attribute}: {names_text(self._values)}"
             )
         columns = [i for i, name in enumerate(self._values) if name == value]
-        return self._logits(images.add(1).div(2)).softmax(1)[:, columns].sum(1)
+        return self._logits(images.add(1).div(2)).float().softmax(1)[:, columns].sum(1)
 
     def classify(self, images: Tensor) -> dict[str, np.ndarray]:
         logits = over_batches(images, lambda part: self._logits(part.to(device())))

@@ -109,7 +109,7 @@ class ImageNetJudge(NetworkJudge):
                 "ImageNet's 1,000 names"
             )
         logits: Tensor = self._net.to(images.device)(self._prepare(images.add(1).div(2)))
-        return logits.softmax(1)[:, names.index(value)]
+        return logits.float().softmax(1)[:, names.index(value)]
 
     def classify(self, images: Tensor) -> dict[str, np.ndarray]:
         network = self._net.to(device())

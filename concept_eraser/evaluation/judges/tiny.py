@@ -75,7 +75,7 @@ class TinyJudge(Judge):
                 f"{', '.join(CLASSES)}"
             )
         logits: Tensor = self.net.to(images.device)(images)[attribute]
-        return logits.softmax(1)[:, CLASSES[attribute].index(value)]
+        return logits.float().softmax(1)[:, CLASSES[attribute].index(value)]
 
     @torch.no_grad()
     def classify(self, images: Tensor) -> dict[str, np.ndarray]:
