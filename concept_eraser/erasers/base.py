@@ -449,7 +449,7 @@ class Part:
         they are requested with respect to the inputs.
         """
         if teacher is None:
-            return getattr(self.module, method)(*inputs)
+            return call(self.module, method, *inputs)
         buffers = self.original_buffers if teacher == "frozen" else {}
         with nullcontext() if gradients else torch.no_grad(), self.weights_of(teacher) as weights:
             values = {**(weights or {}), **buffers}
@@ -470,7 +470,12 @@ class _Caller(nn.Module):
         self.module = module
 
     def forward(self, method: str, *inputs: Tensor) -> Any:
-        return getattr(self.module, method)(*inputs)
+        return call(self.module, method, *inputs)
+
+
+def call(module: nn.Module, method: str, *inputs: Tensor) -> Any:
+    """Call a method of a module. The forward pass runs the module's own hooks, as a call does."""
+    return module(*inputs) if method == "forward" else getattr(module, method)(*inputs)
 
 
 def one_each(rows: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

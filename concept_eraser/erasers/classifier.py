@@ -101,12 +101,13 @@ class Classifier(Part):
                 f"{name}: expected logits of shape [n, {classes}] for the {classes} "
                 f"classes of {objective.data.about}, found {shape}"
             )
-        if outputs.shape[1] > classes and not all(name.isdigit() for name in objective.data.names):
+        numbers = tuple(map(str, range(classes)))
+        if outputs.shape[1] > classes and objective.data.names != numbers:
             raise UserError(
                 f"{name}: the model has {outputs.shape[1]} outputs, {objective.data.about} "
                 f"has {classes} named classes, so the meaning of the outputs is unknown; "
-                f"give data with all {outputs.shape[1]} classes' names (numbers as names "
-                "may leave some out)"
+                f"give data with all {outputs.shape[1]} classes' names (the numbers from 0 as "
+                "names may leave out the last ones)"
             )
         if objective.anchor is not None and objective.anchor >= outputs.shape[1]:
             raise UserError(

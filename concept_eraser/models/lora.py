@@ -199,6 +199,11 @@ class Adapter:
         """Return the names of the LoRA's matrices among the module's parameters."""
         return [name for name, _ in self.module.named_parameters() if f".{_NAME}." in name]
 
+    @property
+    def down(self) -> list[str]:
+        """The names of its down matrices among the parameters of the module."""
+        return [name for name in self.tensors if ".lora_A." in name]
+
     def factors(self, part: str) -> Factors:
         """Return the present matrices, on the CPU."""
         pairs = {

@@ -439,6 +439,18 @@ class ObjectiveSpec(Strict):
                 raise ValueError(
                     f"{key} is a setting of the loss {loss!r}, found loss {self.loss!r}"
                 )
+        for key, losses in (("eta", ("esd", "stereo")), ("beta", ("npo",))):
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if is_set and is_built_in(str(self.loss)) and self.loss not in losses:
+                raise ValueError(
+                    f"{key} is a setting of the loss {' or '.join(map(repr, losses))}, found loss "
+                    f"{self.loss!r}"
+                )
+        if self.noised == "anchor" and self.images != "generate":
+            raise ValueError(
+                "noised: anchor noises generated images of the anchor, so it needs images: "
+                f"generate, found images: {self.images}"
+            )
         if self.empty_prompts and not requires(self.loss, "holds_empty"):
             raise ValueError(
                 "empty_prompts needs a loss that preserves the unconditional prediction "

@@ -311,6 +311,11 @@ def _search(recipe: RecipeFields, method: Any) -> None:
             f"training.ema averages over all steps, and the method {recipe.method.name!r} starts "
             "anew after a search; leave ema out"
         )
+    if recipe.trainable.reinitialise is not None:
+        raise ValueError(
+            f"trainable.reinitialise changes weights before the training, and the method "
+            f"{recipe.method.name!r} restores the original's after a search; leave it out"
+        )
 
 
 def _projection(recipe: RecipeFields) -> None:
@@ -481,10 +486,12 @@ def _clip(recipe: RecipeFields, method: Any) -> None:
     """Raise ValueError if a method cannot have the gradient of each objective clipped."""
     if not recipe.training.clip_each or hasattr(method, "edit"):
         return
-    if method.needs_fp32 or method.needs_attack:
+    if method.needs_fp32 or method.needs_attack or method.needs_relearning:
         reason = (
             "solves a lower-level problem with them"
             if method.needs_attack
+            else "also simulates a fine-tuning with them"
+            if method.needs_relearning
             else "also takes Hessian products, or differences of gradients"
         )
         raise ValueError(

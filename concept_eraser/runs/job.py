@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from concept_eraser.data import prompts
 from concept_eraser.erasers.base import Eraser
 from concept_eraser.erasers.classifier import Classifier
 from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.features.base import file_hash
 from concept_eraser.evaluation.time_to_unlearn import Watch, concept_rate_of
 from concept_eraser.methods.base import Method
 from concept_eraser.models import lora_files, run_base
@@ -97,7 +99,7 @@ def check_folder(
         )
     has_state = checkpoint.exists(folder / "state.ckpt")
     if (folder / "done.json").exists() or (resume and has_state):
-        _require_same_prompts(folder, recipe)
+        _require_same_inputs(folder, recipe)
     if (folder / "done.json").exists():
         if in_memory:
             raise UserError(
@@ -114,21 +116,23 @@ def check_folder(
     return False
 
 
-def _require_same_prompts(folder: Path, recipe: Recipe) -> None:
-    """Raise UserError if a prompt file has other prompts than those that the run began with."""
-    if edited := edited_prompts(folder, recipe):
+def _require_same_inputs(folder: Path, recipe: Recipe) -> None:
+    """Raise UserError if a file has other prompts or data than those that the run began with."""
+    if edited := edited_input(folder, recipe):
         raise UserError(
-            f"{folder} holds this run with other prompts: {edited} was changed after the run had "
-            "begun; restore the file, give a new folder with --output, or pass --overwrite"
+            f"{folder} holds this run with other prompts or data: {edited} was changed after the "
+            "run had begun; restore the file, give a new folder with --output, or pass --overwrite"
         )
 
 
-def edited_prompts(folder: Path, recipe: Recipe) -> str:
-    """Return the first prompt file that was edited since a run began, with its objective, or "".
+def edited_input(folder: Path, recipe: Recipe) -> str:
+    """Return the first file that was edited since a run began, with its key, or "".
 
-    Raises UserError if a prompt file cannot be read.
+    These are files of prompts, of indices, and of data (.npz). Folders of images are not compared.
+
+    Raises UserError if such a file cannot be read.
     """
-    recorded = _recorded_prompts(folder)
+    recorded = _recorded(folder, "prompts")
     for name, spec in recipe.objective_specs.items():
         if not isinstance(spec.prompts, str) or not resources.is_path("prompts", spec.prompts):
             continue
@@ -136,13 +140,34 @@ def edited_prompts(folder: Path, recipe: Recipe) -> str:
         before = facts.get("hash") if isinstance(facts, dict) else None
         if before is not None and prompts.load(spec.prompts).hash != before:
             return f"{spec.prompts} ({name})"
+    hashes = _recorded(folder, "files")
+    for key, path in _data_files(recipe).items():
+        if key in hashes and hashes[key] != file_hash(path):
+            return f"{path} ({key})"
     return ""
 
 
-def _recorded_prompts(folder: Path) -> dict[str, Any]:
-    """Return the facts about the prompts that a run began with; {} if the folder has none."""
+def _data_files(recipe: Recipe) -> dict[str, Path]:
+    """Return the files of indices and of arrays that a recipe reads, by its keys."""
+    sections: dict[str, Any] = dict(recipe.objective_specs)
+    if recipe.rewinding is not None:
+        sections["rewinding"] = recipe.rewinding
+    texts = {
+        f"{name}.{key}": getattr(section, key)
+        for name, section in sections.items()
+        for key in ("data", "indices")
+    }
+    return {
+        key: Path(text)
+        for key, text in texts.items()
+        if isinstance(text, str) and os.path.isfile(text)
+    }
+
+
+def _recorded(folder: Path, key: str) -> dict[str, Any]:
+    """Return the facts about prompts or files that a run began with; {} if there are none."""
     path = folder / ENVIRONMENT
-    facts = read_json(path).get("prompts") if path.is_file() else None
+    facts = read_json(path).get(key) if path.is_file() else None
     return facts if isinstance(facts, dict) else {}
 
 
@@ -197,7 +222,8 @@ def join(recipe: Recipe) -> bool:
 
 def describe_start(recipe: Recipe) -> dict[str, Any]:
     """Return the content of environment.json. Raises UserError if a prompt set cannot be read."""
-    return {**provenance.describe(), "prompts": describe_prompts(recipe)}
+    files = {key: file_hash(path) for key, path in _data_files(recipe).items()}
+    return {**provenance.describe(), "prompts": describe_prompts(recipe), "files": files}
 
 
 def claim_folder(
@@ -502,9 +528,13 @@ class Job:
         them, the environment, and done.json last. With several processes the first one writes; the
         others end their training too, and wait.
         """
-        # a prompt file may have changed since the run began
-        facts = _recorded_prompts(self.folder) or describe_prompts(self.recipe)
-        describe = {**provenance.describe(), "prompts": facts}
+        # a file of prompts or data may have changed since the run began
+        recorded = {key: _recorded(self.folder, key) for key in ("prompts", "files")}
+        describe = (
+            {**provenance.describe(), **recorded}
+            if recorded["prompts"] or recorded["files"]
+            else describe_start(self.recipe)
+        )
         adapter, trained_parameters = outcome.eraser.adapter, outcome.eraser.trainable()
         factors = adapter.factors(self.recipe.target) if adapter else None
         changed_tensors = {

@@ -314,7 +314,7 @@ def _change(job: TableJob, run_folder: Path) -> str:
     if recipe.fingerprint != erased.fingerprint:
         keys = provenance.differences(erased.resolved(), recipe.resolved())
         return f"{job.words[0]} was edited (it differs in {', '.join(keys) or 'nothing visible'})"
-    edited = erasures.edited_prompts(run_folder, recipe)
+    edited = erasures.edited_input(run_folder, recipe)
     return edited and f"{edited} was edited"
 
 

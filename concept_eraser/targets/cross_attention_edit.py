@@ -36,7 +36,7 @@ from concept_eraser.erasers.base import Eraser, Part
 from concept_eraser.methods.base import ProjectionEdit, ProjectionRequest, Tokens, all_or_nothing
 from concept_eraser.models.base import Model
 from concept_eraser.models.captioned import Captioned
-from concept_eraser.recipes.objective_fields import ObjectiveSpec
+from concept_eraser.recipes.objective_fields import ObjectiveSpec, role
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
 from concept_eraser.recipes.training_fields import GenerationSpec, TrainingSpec
@@ -167,6 +167,7 @@ def paired_prompts(recipe: Recipe) -> tuple[list[tuple[str, str]], list[str]]:
     pairs = dict.fromkeys(
         (row.text, row.anchor_prompt(objectives[name].anchor or ""))
         for name, concept in sets.items()
+        if role(name) == "forget"  # a training before may have others, such as relearn
         for row in concept.prompts
     )
     unchanged_text = next((text for text, anchor in pairs if text == anchor), None)
@@ -331,7 +332,7 @@ def refuse_ignored(recipe: Recipe) -> None:
         ignored += [
             f"{name}.{key}" for key in _changed_keys(spec, ObjectiveSpec) if key not in allowed_keys
         ]
-    for key in ("lora", "saliency", "project", "reinitialise"):
+    for key in ("lora", "saliency", "project", "reinitialise", "negate"):
         if getattr(recipe.trainable, key) is not None:
             ignored.append(f"trainable.{key}")
     training = _changed_keys(recipe.training, TrainingSpec)

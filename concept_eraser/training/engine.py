@@ -391,14 +391,25 @@ class Engine:
         params = self.eraser.trainable()
         seed, size = self.schedule.seed, self.schedule.batch_size
         gradient = saliency.sensitivity(
-            self.eraser, params, seed=seed, batch_size=size, reduce=self._mean
+            self.eraser,
+            params,
+            seed=seed,
+            batch_size=size,
+            micro_batches=self.schedule.micro_batches,
+            reduce=self._mean,
         )
         if self.reinitialise is not None:
             saliency.start_anew(params, gradient, self.reinitialise, seed)
         if self.saliency is None:
             return None, None
         others = [None] * (len(self.params) - len(params))
-        return [*saliency.salient(gradient, self.saliency), *others], None
+        adapter = self.eraser.adapter
+        masks = saliency.salient(
+            dict(zip(params, gradient, strict=True)),
+            self.saliency,
+            whole=adapter.down if adapter else (),
+        )
+        return [*masks.values(), *others], None
 
     def _project(self, share: float) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Return the masks that hold what is not projected, and the bases of all other weights."""
@@ -410,6 +421,7 @@ class Engine:
             share=share,
             seed=self.schedule.seed,
             batch_size=self.schedule.batch_size,
+            micro_batches=self.schedule.micro_batches,
         )
         masks = [
             torch.zeros_like(parameter) if basis is None else None

@@ -35,16 +35,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from concept_eraser.erasers.base import Eraser
-from concept_eraser.utils.provenance import derive_seed
+from concept_eraser.training.first_draws import micro_batch_seeds
+from concept_eraser.utils.errors import UserError
 
 RETAIN = "retain"
-BATCHES = 8  # chosen here; the code uses all data
 ROUNDING = 1e-6  # of singular values, from products of numbers in fp32
 
 
 @torch.no_grad()
 def bases(
-    eraser: Eraser, params: Mapping[str, nn.Parameter], *, share: float, seed: int, batch_size: int
+    eraser: Eraser,
+    params: Mapping[str, nn.Parameter],
+    *,
+    share: float,
+    seed: int,
+    batch_size: int,
+    micro_batches: int = 1,
 ) -> list[Tensor | None]:
     """Return M of each trained parameter; None for a parameter that is to be held.
 
@@ -53,11 +59,21 @@ def bases(
         params: Its trained parameters by name.
         share: The share of the sum of the singular values.
         seed: The seed of the training, from which the draws are derived.
-        batch_size: The size of one draw.
+        batch_size: The examples of a micro-batch.
+        micro_batches: The micro-batches of a draw. The examples of a draw do not depend on how it
+            is divided.
+
+    Raises:
+        UserError: No trained parameter is the weight of a layer that can be projected.
     """
     layers = {
         name: layer for name in params if (layer := layer_of(eraser.module, name)) is not None
     }
+    if not layers:
+        raise UserError(
+            "trainable.project: no trained parameter is the weight of a linear layer or of a "
+            "convolution without groups, so nothing would be trained; select such weights"
+        )
     moments: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
@@ -70,8 +86,9 @@ def bases(
     handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
     try:
         eraser.turn(None)
-        for i in range(BATCHES):
-            seeds = [derive_seed(seed, "projection", i, e) for e in range(batch_size)]
+        for seeds in micro_batch_seeds(
+            seed, "projection", batch_size=batch_size, micro_batches=micro_batches
+        ):
             eraser.loss(RETAIN, eraser.draw(RETAIN, seeds))
     finally:
         for handle in handles:

@@ -1,8 +1,8 @@
 """The weights that the forgotten data depend on most.
 
 Either only they are trained (SalUn), or they are reinitialised (Scissorhands). Both use the
-gradient g of the model's training loss on the forget set, at the original weights theta and over
-BATCHES draws. The forget loss of the recipe does not matter. Only an objective without images
+gradient g of the model's training loss on the forget set, at the original weights theta and over 8
+draws. The forget loss of the recipe does not matter. Only an objective without images
 (`images: free`, or a loss on text embeddings) has no training loss; g is then that of its own loss.
 
 * salient     1 for the share of weights with the largest |g| (SalUn, arXiv 2310.12508, Eq. 3-4)
@@ -25,7 +25,7 @@ have PCGrad in its place, and call their row so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,27 +34,39 @@ from torch import Tensor, nn
 
 from concept_eraser.erasers.base import Eraser
 from concept_eraser.training.closure import LossClosure, Reduce
+from concept_eraser.training.first_draws import micro_batch_seeds
 from concept_eraser.utils.provenance import derive_seed
-
-BATCHES = 8  # chosen here; the papers use the whole forget set
 
 
 def sensitivity(
-    eraser: Eraser, params: Mapping[str, nn.Parameter], seed: int, batch_size: int, reduce: Reduce
+    eraser: Eraser,
+    params: Mapping[str, nn.Parameter],
+    *,
+    seed: int,
+    batch_size: int,
+    micro_batches: int = 1,
+    reduce: Reduce,
 ) -> list[Tensor]:
     """Return the gradient of the training loss on the forget set, one tensor for each parameter.
 
     It is taken at the present weights, and is the same for a resumed run. With several concepts it
     is their sum, also if they take turns.
+
+    Args:
+        eraser: The eraser.
+        params: Its trained parameters by name.
+        seed: The seed of the training, from which the draws are derived.
+        batch_size: The examples of a micro-batch.
+        micro_batches: The micro-batches of a draw. The examples of a draw do not depend on how it
+            is divided.
+        reduce: Takes the mean over the ranks.
     """
-    seeds = [
-        [derive_seed(seed, "saliency", i, e) for e in range(batch_size)] for i in range(BATCHES)
-    ]
+    seeds = micro_batch_seeds(seed, "saliency", batch_size=batch_size, micro_batches=micro_batches)
     total: list[Tensor] = []
     eraser.turn(None)
 
     def piece(concept: str, draw: Any) -> Tensor:
-        return eraser.training_loss(concept, draw) / BATCHES
+        return eraser.training_loss(concept, draw) / len(seeds)
 
     for concept in eraser.concepts:
         pieces = [partial(piece, concept, eraser.draw(concept, some)) for some in seeds]
@@ -64,12 +76,24 @@ def sensitivity(
     return total
 
 
-def salient(gradient: list[Tensor], share: float) -> list[Tensor]:
-    """Return 1 where |gradient| is among the largest, else 0. A weight without gradient has 0."""
-    return [
-        mask.to(part.dtype)
-        for mask, part in zip(_largest([g.abs() for g in gradient], share), gradient, strict=True)
-    ]
+def salient(
+    gradient: Mapping[str, Tensor], share: float, *, whole: Sequence[str] = ()
+) -> dict[str, Tensor | None]:
+    """Return 1 where |gradient| is among the largest, else 0. A weight without gradient has 0.
+
+    The down matrices of a LoRA have no gradient at the start, where up is 0. They are not ranked
+    but trained whole. The share is then that of the up matrices.
+
+    Args:
+        gradient: The gradient of each parameter by its name.
+        share: The share of the ranked entries, over all tensors together.
+        whole: The names of parameters that are not ranked. They have None.
+    """
+    ranked = {name: g for name, g in gradient.items() if name not in set(whole)}
+    masks = dict(zip(ranked, _largest([g.abs() for g in ranked.values()], share), strict=True))
+    return {
+        name: masks[name].to(g.dtype) if name in masks else None for name, g in gradient.items()
+    }
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import concept_eraser
 from concept_eraser import UserError, registry
 from concept_eraser.cli.main import app
+from concept_eraser.models import lora_files
 from concept_eraser.models.lora import Adapter, is_sum_better, layers_of
 from tests.conftest import short
 from tests.processes import Command, run_command
@@ -104,6 +105,22 @@ def test_only_the_adapted_weights_changed_and_by_the_rank_of_the_lora(run, share
     assert all(".attn2." in name and name.endswith(".weight") for name in tensors)
     for name, value in tensors.items():
         assert torch.linalg.matrix_rank(value - before[name], rtol=1e-4) <= 2
+
+
+def test_a_mask_holds_entries_of_up_and_leaves_down_whole(tmp_path: Path) -> None:
+    """At the start up is 0. So down has no gradient, neither for a mask nor for the first step."""
+    tensors = {}
+    for steps in (1, 3):
+        trainable = {**LORA, "saliency": 0.25}
+        content = one_step_recipe(trainable=trainable, training__steps=steps)
+        run = concept_eraser.erase(content, output=tmp_path / str(steps))
+        tensors[steps] = load_file(run.folder / "lora" / lora_files.FILE)
+    start, after = tensors[1], tensors[3]
+    for name, value in after.items():
+        if "lora_A" in name and start[name.replace("lora_A", "lora_B")].any():
+            assert (value != start[name]).any(0).all(), name
+    up = torch.cat([value.flatten() for name, value in after.items() if "lora_B" in name])
+    assert float((up != 0).float().mean()) == pytest.approx(0.25, abs=0.01)
 
 
 METHODS = [

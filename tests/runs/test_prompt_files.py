@@ -127,7 +127,9 @@ def test_a_finished_run_notices_that_its_prompt_file_was_edited(
     prompt_file("", *STAR, "")
     assert concept_eraser.erase(recipe(), output="run").seconds == run.seconds, "the same prompts"
     prompt_file(*OTHER)
-    with pytest.raises(UserError, match=r"run holds this run with other prompts: star\.txt") as one:
+    with pytest.raises(
+        UserError, match=r"run holds this run with other prompts or data: star\.txt"
+    ) as one:
         concept_eraser.erase(recipe(), output="run")
     assert "--overwrite" in str(one.value)
     # the record of an early version has no prompts
@@ -157,7 +159,7 @@ def test_an_interrupted_run_is_resumed_with_its_own_prompts_only(
 
     with pytest.raises(Interrupted):
         concept_eraser.erase(long, output="run", on_step=edit_and_stop)
-    with pytest.raises(UserError, match=r"other prompts: star\.txt \(forget\) was changed"):
+    with pytest.raises(UserError, match=r"other prompts or data: star\.txt \(forget\) was changed"):
         concept_eraser.erase(long, output="run", resume=True)
     prompt_file(*STAR)
 

@@ -16,6 +16,7 @@ import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.exporting import model_card
 from concept_eraser.recipes import recipe
+from concept_eraser.targets import cross_attention_edit
 from concept_eraser.utils.errors import Interrupted
 
 FORGET = {
@@ -48,6 +49,18 @@ def finish_recipe(**changes: Any) -> dict[str, Any]:
         **QUICK,
         **changes,
     }
+
+
+def test_the_closed_form_edits_the_concepts_and_no_other_objective() -> None:
+    """A training before it may have prompts of other roles, such as those of a fine-tuning."""
+    content = finish_recipe(
+        finish="uce",
+        method="resalign",
+        relearn={"prompts": ["a star"], "loss": "data", "n": 4},
+    )
+    pairs, preserved = cross_attention_edit.paired_prompts(recipe.load(content))
+    assert pairs == [(text, "a green circle") for text in FORGET["prompts"]]
+    assert preserved == ["", *RETAIN["prompts"]]
 
 
 def test_it_is_the_closed_form_on_the_trained_model(tmp_path: Path) -> None:

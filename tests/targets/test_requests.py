@@ -281,6 +281,46 @@ def test_unoccurring_json_is_valid(tmp_path: Path) -> None:
     )
 
 
+def test_numbered_classes_that_are_no_outputs_are_refused(tmp_path: Path) -> None:
+    """The classes 3 and 7 of a folder have the places 0 and 1, which are other outputs."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 10))
+    x, y = np.zeros((8, 4), np.float32), np.arange(8) % 2
+    with pytest.raises(UserError, match=r"10 outputs.*2 named classes.*numbers from 0"):
+        api.erase(
+            model=net,
+            target="classifier",
+            forget={"data": from_arrays(x, y, ["3", "7"]), "classes": [3], "loss": "relabel"},
+            retain="rest",
+            method="munba",
+            output=tmp_path,
+        )
+
+
+def test_another_request_is_no_finished_run(tmp_path: Path) -> None:
+    """The file has the positions to delete. A longer list is another deletion."""
+    net = nn.Linear(64, 10)
+    request = tmp_path / "request.txt"
+    request.write_text("3\n5\n")
+
+    def delete() -> None:
+        api.erase(
+            model=net,
+            target="classifier",
+            forget={"data": "digits", "indices": str(request), "loss": "relabel"},
+            retain="rest",
+            method="munba",
+            training={**SHORT, "steps": 1},
+            output=tmp_path / "run",
+        )
+
+    delete()
+    with pytest.raises(UserError, match="holds a finished run on an object in memory"):
+        delete()
+    request.write_text("3\n5\n7\n")
+    with pytest.raises(UserError, match=r"other prompts or data: .*request.txt \(forget.indices\)"):
+        delete()
+
+
 def test_named_classes_must_be_as_many_as_outputs(tmp_path: Path) -> None:
     """Ten named shapes and twelve outputs are ambiguous. Numbered classes may be fewer than
     outputs: the number is the output.

@@ -17,8 +17,10 @@ from torch import nn
 
 from concept_eraser import api, registry
 from concept_eraser.data.labelled import Labelled, from_arrays
+from concept_eraser.erasers import classifier
 from concept_eraser.models.loading import load_part
 from concept_eraser.models.module import build
+from concept_eraser.training import saliency
 from concept_eraser.utils.errors import Interrupted, UserError
 
 METHODS = ["munba", "weighted", "surgery", "ngdiff", "uno", "minmax_ngd", "torchjd"]
@@ -535,8 +537,6 @@ def test_the_most_sensitive_weights_start_anew(net: nn.Module, digits: Labelled)
     """Scissorhands: the given share of the weights, those with the largest |g theta|, gets new
     values of a similar size; the same ones each time.
     """
-    from concept_eraser.erasers import classifier
-    from concept_eraser.training import saliency
 
     def restart() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
         module = copy.deepcopy(net)
@@ -545,7 +545,9 @@ def test_the_most_sensitive_weights_start_anew(net: nn.Module, digits: Labelled)
             module, {"forget": objective}, [name for name, _ in module.named_parameters()]
         )
         before = {name: value.detach().clone() for name, value in eraser.trainable().items()}
-        gradient = saliency.sensitivity(eraser, eraser.trainable(), 0, 32, lambda x: x)
+        gradient = saliency.sensitivity(
+            eraser, eraser.trainable(), seed=0, batch_size=32, reduce=lambda x: x
+        )
         saliency.start_anew(eraser.trainable(), gradient, 0.1, 0)
         return before, {n: v.detach() for n, v in eraser.trainable().items()}, gradient
 
@@ -559,6 +561,29 @@ def test_the_most_sensitive_weights_start_anew(net: nn.Module, digits: Labelled)
     for name in before:
         assert fresh[name].std() < 2 * before[name].std()
     assert all(torch.equal(value, fresh[name]) for name, value in restart()[1].items())
+
+
+def test_the_gradient_of_a_mask_does_not_depend_on_micro_batches(
+    net: nn.Module, digits: Labelled
+) -> None:
+    """`memory` divides a batch. The examples of the mask stay the same."""
+    objective = classifier.ClassifierObjective(digits, parts_of(digits)[0], "data")
+    eraser = classifier.Classifier(
+        net, {"forget": objective}, [name for name, _ in net.named_parameters()]
+    )
+    whole, divided = (
+        saliency.sensitivity(
+            eraser,
+            eraser.trainable(),
+            seed=0,
+            batch_size=size,
+            micro_batches=16 // size,
+            reduce=lambda x: x,
+        )
+        for size in (16, 2)
+    )
+    for one, other in zip(whole, divided, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_a_fresh_start_is_repaired_and_resumed(net: nn.Module, tmp_path: Path) -> None:

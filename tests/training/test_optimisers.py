@@ -309,6 +309,31 @@ def test_a_masked_weight_stays_with_momentum_and_decay(shared_small, tmp_path: P
             },
             "solves a lower-level problem",
         ),
+        (
+            {
+                "training__clip": 1,
+                "training__clip_each": True,
+                "method": "meta_unlearning",
+                "relearn": {"prompts": "tiny_star", "loss": "data", "n": 4},
+            },
+            "simulates a fine-tuning",
+        ),
+        (
+            {
+                "method": {"name": "stereo", "rounds": 1, "erase_steps": 1, "inner_steps": 1},
+                "forget__loss": "stereo",
+                "training__steps": 3,
+                "attack": {"n": 4},
+                "trainable__reinitialise": 0.1,
+            },
+            "restores the original's after a search",
+        ),
+        ({"forget__eta": 3.0}, "eta is a setting of the loss 'esd' or 'stereo', found loss"),
+        ({"forget__beta": 7.0}, "beta is a setting of the loss 'npo', found loss"),
+        (
+            {"forget__loss": "anchor", "forget__images": "free", "forget__noised": "anchor"},
+            "needs images: generate, found images: free",
+        ),
         ({"training__decay": "step"}, "needs training.milestones"),
         ({"training__decay": "step", "training__milestones": [3, 2]}, "must ascend, found 3, 2"),
         (

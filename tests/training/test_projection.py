@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from concept_eraser import api
+from concept_eraser.data.labelled import from_arrays
+from concept_eraser.erasers.classifier import Classifier, ClassifierObjective
 from concept_eraser.recipes import recipe
 from concept_eraser.training import projection
 from concept_eraser.utils.errors import UserError
@@ -198,3 +200,43 @@ def test_settings_that_contradict_it_are_refused(changes: list[str], message: st
     assert recipe.load("tiny_star_munba", [project]).trainable.project == 0.95
     with pytest.raises(UserError, match=message):
         recipe.load("tiny_star_munba", [project, *changes])
+
+
+def test_examples_do_not_depend_on_micro_batches() -> None:
+    net = network().double()
+    x = torch.from_numpy(images(2, seed=1)).double()
+    seeds = []
+    for size in (4, 1):
+        eraser: Any = Rows(net, x)
+        params = dict(net.named_parameters())
+        projection.bases(
+            eraser, params, share=0.5, seed=0, batch_size=size, micro_batches=4 // size
+        )
+        seeds.append(eraser.seeds)
+    assert seeds[0] == seeds[1]
+    assert len(seeds[0]) == 8 * 4
+
+
+def test_a_module_that_is_one_layer_is_projected() -> None:
+    """A hook on the module itself runs in its forward pass too."""
+    linear = torch.nn.Linear(6, 3)
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    objective = ClassifierObjective(
+        from_arrays(x.numpy(), [0, 1, 2, 0, 1], ["a", "b", "c"]), torch.arange(5), "data"
+    )
+    eraser = Classifier(linear, {"retain": objective}, ["weight"])
+    (basis,) = projection.bases(eraser, eraser.trainable(), share=0.5, seed=0, batch_size=4)
+    assert basis is not None
+    assert basis.shape[0] == 6
+    norm = torch.nn.LayerNorm(3)
+    few = ClassifierObjective(
+        from_arrays(x[:, :3].numpy(), [0] * 5, ["a", "b", "c"]), objective.rows, "data"
+    )
+    with pytest.raises(UserError, match="no trained parameter is the weight of a linear layer"):
+        projection.bases(
+            Classifier(norm, {"retain": few}, ["weight"]),
+            dict(norm.named_parameters()),
+            share=0.5,
+            seed=0,
+            batch_size=4,
+        )
