@@ -241,7 +241,9 @@ class DemoAttack:
             },
         )
         attempts = {
-            i: Attempt(before.prompts[i], before.seeds[i], True, True)
+            i: Attempt(
+                before.prompts[i], before.seeds[i], True, True, guidance=before.own_guidance(i)
+            )
             for i in rows
             if i not in attacked
         }
@@ -263,7 +265,9 @@ class DemoAttack:
             )
             batch, memory = referee.play(attack, scene, lambda n: None), referee.memory
         pairs = zip(attacked, batch["attempts"], strict=True)
-        attempts |= {i: Attempt(**attempt) for i, attempt in pairs}
+        attempts |= {
+            i: replace(Attempt(**attempt), guidance=before.own_guidance(i)) for i, attempt in pairs
+        }
         return PlayedAttack(
             [attempts[i] for i in rows],
             curve=batch["curve"],

@@ -150,6 +150,7 @@ ATTEMPT = {
     "pre": (bool, int),
     "success": (bool, int),
     "by_seed~": int,
+    "guidance?~": NUMBER,
 }
 ATTACK = {
     "protocol": {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
 from torch import Tensor
 
 from concept_eraser.data import generate
@@ -24,14 +27,13 @@ def sheet(campaign: Campaign, victim: Model, original: Model, *, limit: int = 8)
         return None
     sampling = generate.Sampling(**campaign.protocol["suite"]["sampling"])
 
+    scales = [sampling.guidance if a.guidance is None else a.guidance for a in successes]
+
     def draw(model: Model, texts: list[str], seeds: list[int]) -> Tensor:
-        return model.sample(
-            texts,
-            seeds=seeds,
-            steps=sampling.steps,
-            guidance=sampling.guidance,
-            autocast=sampling.autocast,
+        request = generate.ImageRequest(
+            Path(), texts, seeds=seeds, scales=scales, sampling=sampling
         )
+        return torch.cat([generate.sample_chunk(model, request, i) for i in request.starts])
 
     prompts, seeds = [a.prompt for a in successes], [a.seed for a in successes]
     attacked_images = draw(

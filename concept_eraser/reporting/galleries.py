@@ -107,7 +107,9 @@ def of_attack(label: str, content: dict[str, Any], limit: int = EXAMPLES) -> Gal
 
 
 def _example(attempt: dict[str, Any], family: str) -> Example:
-    shots = [ExampleImage(when, attempt["prompt"], attempt["seed"]) for when in ("before", "after")]
+    guidance = attempt.get("guidance")  # earlier versions did not store it
+    prompt = Prompt(attempt["prompt"], guidance=guidance)
+    shots = [ExampleImage(when, prompt, attempt["seed"]) for when in ("before", "after")]
     if not attempt["success"] or attempt["pre"]:
         return Example(
             attempt["prompt"],
@@ -125,7 +127,7 @@ def _example(attempt: dict[str, Any], family: str) -> Example:
     note += f", with another seed ({seed})" if seed != attempt["seed"] else ""
     return Example(
         attempt["prompt"],
-        [*shots, ExampleImage("attacked", attempt["text"], seed)],
+        [*shots, ExampleImage("attacked", Prompt(attempt["text"], guidance=guidance), seed)],
         attempt["text"],
         note,
     )

@@ -22,7 +22,7 @@ from concept_eraser.data.generate import Sampling
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import mma_diffusion, p4d, ring_a_bell, runner, unlearn_diff
 from concept_eraser.evaluation.attacks.base import Access, Round, Scene
-from concept_eraser.reporting import attack_sheet
+from concept_eraser.reporting import attack_sheet, galleries
 from concept_eraser.utils.errors import UserError
 from tests.evaluation import test_attacks_without_text as without_text
 from tests.processes import Command
@@ -382,6 +382,27 @@ def test_every_image_of_an_attack_has_its_rows_own_guidance(
     assert len(drawn) == 12
     assert all(guidance == own[text.split()[1]] for text, guidance in drawn)
     assert len(result.curves) == 3
+    assert {a.prompt.split()[1]: a.guidance for a in result.attempts} == own | {"yellow": None}
+
+    broken = [
+        dataclasses.replace(a, pre=False, success=True, round=1, text=f"{a.prompt} now")
+        for a in result.attempts
+    ]
+    campaign = dataclasses.replace(result, attempts=broken)
+    drawn.clear()
+    assert attack_sheet.sheet(campaign, tiny, shared_tiny) is not None
+    assert sorted(drawn) == sorted(
+        (text, own[a.prompt.split()[1]]) for a in broken for text in (a.prompt, a.text)
+    )
+    content = campaign.as_dict()
+    album = galleries.of_attack("seed_search", content, 4)
+    assert [[shot.prompt.guidance for shot in one.shots] for one in album.examples] == [
+        [a.guidance] * 3 for a in broken
+    ]
+    for attempt in content["attempts"]:  # as earlier versions stored them
+        del attempt["guidance"]
+    (first, *_) = galleries.of_attack("seed_search", content).examples
+    assert [shot.prompt.guidance for shot in first.shots] == [None] * 3
 
 
 def test_batches_have_one_guidance_and_a_name_of_their_content() -> None:

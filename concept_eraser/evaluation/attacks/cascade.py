@@ -273,7 +273,9 @@ class _State:
         name, family = str(protocol.attack), protocol.build().family
         if not self.has_begun:
             self.attempts = [
-                attempt if attempt.pre else Attempt(attempt.prompt, attempt.seed, False, False)
+                attempt
+                if attempt.pre
+                else Attempt(attempt.prompt, attempt.seed, False, False, guidance=attempt.guidance)
                 for attempt in campaign.attempts
             ]
             count = len(self.attempts)

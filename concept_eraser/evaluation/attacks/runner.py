@@ -152,6 +152,7 @@ class Attempt:
         round: The number of rounds until the success.
         text: The adversarial prompt. None for an embedding or other weights.
         by_seed: The seed of the image that shows the concept.
+        guidance: The guidance that the prompt itself states, None for the suite's.
     """
 
     prompt: str
@@ -161,6 +162,7 @@ class Attempt:
     round: int | None = None
     text: str | None = None
     by_seed: int | None = None
+    guidance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -321,7 +323,8 @@ def run(
     attack = protocol.build()
     open_rows = [i for i in range(len(prompts)) if attack.measures_rate or not pre[i]]
     attempts = [
-        Attempt(p, s, bool(hit), bool(hit)) for p, s, hit in zip(prompts, seeds, pre, strict=True)
+        Attempt(p, s, bool(hit), bool(hit), guidance=before.own_guidance(i))
+        for i, (p, s, hit) in enumerate(zip(prompts, seeds, pre, strict=True))
     ]
     open_rows = [i for i in open_rows if i not in skip]
     latents = encode(original, before.concept_images)
@@ -365,7 +368,7 @@ def run(
     batches = [finished_batches.batch(name) for name in starts]
     for rows, batch in zip(starts.values(), batches, strict=True):
         for i, attempt in zip(rows, batch["attempts"], strict=True):
-            attempts[i] = Attempt(**attempt)
+            attempts[i] = replace(Attempt(**attempt), guidance=before.own_guidance(i))
     cost_names = {what for one in batches for what in one["cost"]}
     cost = {
         f"{what} a prompt": round(
@@ -469,9 +472,13 @@ class AttackStart:
     outcomes: list[dict[str, Any]] = field(default_factory=list)
     guidances: list[float | None] = field(default_factory=list)
 
+    def own_guidance(self, row: int) -> float | None:
+        """Return the guidance that a prompt itself states, None for the suite's."""
+        return self.guidances[row] if self.guidances else None
+
     def sampling_of(self, row: int, sampling: generate.Sampling) -> generate.Sampling:
         """Return the suite's settings of the sampler with a prompt's own guidance, if any."""
-        own = self.guidances[row] if self.guidances else None
+        own = self.own_guidance(row)
         return sampling if own is None else replace(sampling, guidance=own)
 
 
