@@ -499,7 +499,8 @@ def _limits(findings: Measurements) -> Iterator[str]:
 
 
 def _attack_limits(findings: Measurements) -> Iterator[str]:
-    """Yield the results of attacks, by concept."""
+    """Yield the results of attacks, by concept. A control is no attack."""
+    attacks, controls = run_results.attacks_and_controls(findings.attacks)
 
     def concept_text(content: Mapping[str, Any]) -> str:
         return (
@@ -510,7 +511,7 @@ def _attack_limits(findings: Measurements) -> Iterator[str]:
 
     successful_attacks = {
         name: content
-        for name, content in findings.attacks.items()
+        for name, content in attacks.items()
         if (content["rates"].get("asr") or {}).get("value")
     }
     for name, content in sorted(
@@ -527,20 +528,22 @@ def _attack_limits(findings: Measurements) -> Iterator[str]:
             f"{rates['asr']['value']:.0%} of the prompts{without}."
         )
     returned_concepts = {concept_text(content) for content in successful_attacks.values()}
-    for concept in dict.fromkeys(concept_text(content) for content in findings.attacks.values()):
+    for concept in dict.fromkeys(concept_text(content) for content in attacks.values()):
         attack_names = [
-            name for name, content in findings.attacks.items() if concept_text(content) == concept
+            name for name, content in attacks.items() if concept_text(content) == concept
         ]
         if concept not in returned_concepts:
             yield (
                 f"None of the attacks ({', '.join(attack_names)}) recovered {concept}; others may."
             )
-    missing_concepts = ", ".join(map(_cell, findings.missing(list(findings.attacks.values()))))
+    missing_concepts = ", ".join(map(_cell, findings.missing(list(attacks.values()))))
     if missing_concepts:
         suffix = f" on {missing_concepts}" if findings.several else ""
+        names = ", ".join(map(_cell, controls))
+        without_attack = f" The controls ({names}) are no attacks." if controls else ""
         yield (
-            f"No attack was run{suffix}. Erased concepts commonly return under adversarial "
-            "prompts or a few steps of training."
+            f"No attack was run{suffix}.{without_attack} Erased concepts commonly return under "
+            "adversarial prompts or a few steps of training."
         )
 
 

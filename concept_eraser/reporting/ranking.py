@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from concept_eraser.evaluation.statistics import Interval, interval_text
-from concept_eraser.reporting.run_results import Entry, interval, labels
+from concept_eraser.reporting.run_results import Entry, attacks_and_controls, interval, labels
 
 _DISTANCES = {"fid": ("FID", "lower"), "kid": ("KID", "lower"), "score": ("CLIP score", "higher")}
 
@@ -230,17 +230,22 @@ def _no_object_warning(entry: Entry) -> str:
 
 
 def _attack_sentence(entries: Sequence[Entry], value: str) -> str:
-    sentences = []
+    """State the worst attack on each run. A run with controls alone was not attacked."""
+    results, with_controls_alone = [], []
     for entry in entries:
+        attacks, controls = attacks_and_controls(entry.attacks)
         rates = {
-            label: rate
-            for label, a in entry.attacks.items()
-            if (rate := interval(a["rates"].get("asr")))
+            label: rate for label, a in attacks.items() if (rate := interval(a["rates"].get("asr")))
         }
         if rates:
             worst = max(rates, key=lambda label: rates[label].value)
-            sentences.append(
+            results.append(
                 f"{interval_text(rates[worst], True)} % for {entry.name} "
                 f"({worst.replace('_', ' ')}, worst of {len(rates)})"
             )
-    return (f"Attack success rates for {value!r}: {'; '.join(sentences)}.") if sentences else ""
+        elif controls:
+            with_controls_alone.append(entry.name)
+    sentences = [f"Attack success rates for {value!r}: {'; '.join(results)}."] if results else []
+    if with_controls_alone:
+        sentences.append(f"No attack was run on {', '.join(with_controls_alone)}, only controls.")
+    return " ".join(sentences)

@@ -388,6 +388,17 @@ def family_of(attack: Mapping[str, Any]) -> str:
         return "other"
 
 
+def attacks_and_controls(
+    attacks: Mapping[str, dict[str, Any]],
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Divide the contents of attack.json, by label, into attacks and controls.
+
+    A control says what an attack's budget finds without the attack, so it is no attack.
+    """
+    controls = {label: one for label, one in attacks.items() if family_of(one) == "control"}
+    return {label: one for label, one in attacks.items() if label not in controls}, controls
+
+
 def concept_of(results: Mapping[str, Any]) -> dict[str, str]:
     """Return the attribute and value of an evaluation's or attack's concept, or {}."""
     protocol = results.get("protocol") or {}

@@ -151,15 +151,32 @@ def test_the_card_names_every_concept_and_what_was_not_evaluated(
     limits = text[text.index("## Limits") : text.index("## Intended use")]
     assert "the concept returns" not in limits
     for sentence in (
-        r"(Under the attack|None of the attacks).*seed_search.*star \(shape\)",
-        r"(Under the attack|None of the attacks).*of_the_moon.*moon \(shape\)",
-        r"No attack was run on tiny_fish\.",
+        r"No attack was run on star \(shape\), moon \(shape\), tiny_fish\.",
+        r"The controls \(of_the_moon, seed_search\) are no attacks\.",
         r"Not measured: the concept rate and the retain accuracy of tiny_fish\.",
     ):
         assert re.search(sentence, limits), sentence
     assert "> **Of what it forgot was not evaluated: tiny_fish.**" in text
     assert "**Not measured: tiny_fish.**" in text
     assert "**Not attacked: tiny_fish.**" in text
+
+
+def test_the_card_names_the_concept_that_each_attack_recovers(
+    evaluated_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "attacked"
+    shutil.copytree(evaluated_run[0], run)
+    for file in run.glob("attacks/*/attack.json"):
+        content = json.loads(file.read_text()) | {"family": "typed prompts"}
+        file.write_text(json.dumps(content))
+    text = concept_eraser.card(run)
+    limits = text[text.index("## Limits") : text.index("## Intended use")]
+    for sentence in (
+        r"(Under the attack|None of the attacks).*seed_search.*star \(shape\)",
+        r"(Under the attack|None of the attacks).*of_the_moon.*moon \(shape\)",
+        r"No attack was run on tiny_fish\. Erased",
+    ):
+        assert re.search(sentence, limits), sentence
 
 
 def test_without_any_measurement_every_concept_is_named(run: Path, tmp_path: Path) -> None:

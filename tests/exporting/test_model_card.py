@@ -76,11 +76,7 @@ def test_the_card_has_every_number_of_the_evaluation(evaluated_run: Path) -> Non
         f"| {rate['value']:.3f} [{rate['low']:.3f}, {rate['high']:.3f}] | {rate['n']} | "
         f"`{attack['protocol_hash']}` |"
     ) in text
-    if rate["value"]:
-        assert (
-            f"Under the attack seed_search, the concept returns for {rate['value']:.0%} of the "
-            "prompts" in text
-        )
+    assert "No attack was run. The controls (seed_search) are no attacks." in text
     assert "fid: fid_judge, retained: FID needs more images" in text, (
         "what was refused, with the reason"
     )
@@ -94,6 +90,27 @@ def test_the_card_has_every_number_of_the_evaluation(evaluated_run: Path) -> Non
     assert 'load_lora_weights("me/no-star"' in text
     assert "not evaluated" not in text
     assert "an outlined" not in text, "no prompt that an attack found"
+
+
+def test_the_limits_name_attacks_and_no_control(evaluated_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "attacked"
+    shutil.copytree(evaluated_run, run)
+    control = run / "attacks" / "seed_search" / "attack.json"
+    content = json.loads(control.read_text())
+    for path, family, rate in (
+        (control, "control", 0.95),
+        (run / "attacks" / "unlearn_diff" / "attack.json", "typed prompts", 0.1),
+    ):
+        rates = {**content["rates"], "asr": {**content["rates"]["asr"], "value": rate}}
+        protocol = {**content["protocol"], "attack": path.parent.name}
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            json.dumps({**content, "family": family, "rates": rates, "protocol": protocol})
+        )
+    text = concept_eraser.card(run)
+    assert "Under the attack unlearn_diff, the concept returns for 10% of the prompts" in text
+    assert "Under the attack seed_search" not in text
+    assert "No attack was run" not in text
 
 
 def test_the_card_states_what_was_not_measured(bare: Path) -> None:

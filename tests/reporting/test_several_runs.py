@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from concept_eraser import api
+from concept_eraser import api, registry
 from concept_eraser.cli.main import app
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.statistics import Interval, wilson
@@ -423,6 +423,27 @@ def test_a_curve_ends_in_the_success_rate(runs: list[Path]) -> None:
     assert comparison_plots.success_rates(by_hand) == [0.2, 0.4, 0.6, 0.8], (
         "a batch that ended stays where it was"
     )
+
+
+def test_the_worst_attack_is_no_control() -> None:
+    def entry(name: str, **rates: float) -> run_results.Entry:
+        attacks = {
+            attack: {
+                "family": registry.family(attack),
+                "rates": {"asr": {"value": rate, "low": rate, "high": rate, "n": 20}},
+            }
+            for attack, rate in rates.items()
+        }
+        content = {"protocol": {"concept": {"shape": "star"}, "groups": {}}, "results": []}
+        return run_results.Entry(name, Path(name), content, attacks=attacks)
+
+    attacked = entry("attacked", classifier_alone=0.95, unlearn_diff=0.1, soft_prompt=0.05)
+    alone = entry("alone", classifier_alone=0.95)
+    assert ranking.summary([attacked, alone, entry("bare")]) == [
+        "Attack success rates for 'star': 10.0 [10.0, 10.0] % for attacked (unlearn diff, worst of "
+        "2). No attack was run on alone, only controls."
+    ]
+    assert ranking.summary([alone]) == ["No attack was run on alone, only controls."]
 
 
 def test_nudenet_counts_come_back_from_their_means() -> None:
