@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from concept_eraser import registry
 from concept_eraser.data.prompts import Prompt
+from concept_eraser.evaluation import agreement
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.base import Evidence, Group
 from concept_eraser.utils.errors import UserError
@@ -53,6 +55,16 @@ def test_other_labels_are_another_protocol() -> None:
         for labels in (LABELS, LABELS[:2])
     )
     assert one.model_dump(mode="json") != other.model_dump(mode="json")
+
+
+def test_other_labels_are_another_judge(judge: Any) -> None:
+    """So a judge with more labels may be the second one."""
+    other = dataclasses.replace(judge, labels=[*LABELS, "a cat"])
+    same = dataclasses.replace(judge)
+    assert same.fingerprint == judge.fingerprint != other.fingerprint
+    agreement.require_another(judge, other, ("concept", LABELS[0]))
+    with pytest.raises(UserError, match="the second judge is the first one"):
+        agreement.require_another(judge, same, ("concept", LABELS[0]))
 
 
 @pytest.mark.parametrize("labels", [[], ["a star"], ["a star", "a star"], "a star", [1, 2]])

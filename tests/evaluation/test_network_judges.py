@@ -285,6 +285,23 @@ def test_another_preparation_is_another_judge(artists: Path, tmp_path: Path) -> 
     assert changed.fingerprint != one.fingerprint
 
 
+def test_other_names_or_answers_are_another_judge(artists: Path) -> None:
+    def fingerprint(**options: Any) -> str:
+        judge = registry.build("judge", "image_classifier", {"folder": str(artists), **options})
+        return str(judge.fingerprint)
+
+    names = {"red": "crimson"}
+    settings: list[dict[str, Any]] = [
+        {},
+        {"names": names},
+        {"names": {"red": "ruby"}},
+        {"names": names, "top": 2},
+        {"names": names, "top": 3},
+    ]
+    assert len({fingerprint(**options) for options in settings}) == len(settings)
+    assert fingerprint(names=names) == fingerprint(names=names)
+
+
 def test_a_class_among_the_first_answers_counts(artists: Path) -> None:
     """As UnlearnDiffAtk counts styles: the concept among the first three answers."""
     options = {"folder": str(artists), "names": {"red": "red"}, "top": 3}
@@ -468,7 +485,20 @@ def test_q16_compares_with_two_vectors(clip_folder: Path, tmp_path: Path) -> Non
     assert judge.clip_scores(images, ["a"] * 4).shape == (4,)
     settings = judge.caption_settings()
     assert settings["model"].startswith(clip_folder.name)
-    assert judge.fingerprint.endswith(settings["weights"])
+    assert settings["weights"] in judge.fingerprint
+
+
+def test_q16_of_another_architecture_is_another_judge(clip_folder: Path, tmp_path: Path) -> None:
+    """The weights are the same, and images are prepared otherwise."""
+    path, copy = tmp_path / "q16.safetensors", tmp_path / "copy" / clip_folder.name
+    save_file({"prompts": torch.ones(2, 16)}, path)
+    shutil.copytree(clip_folder, copy)
+    assert q16(copy, path).fingerprint == q16(clip_folder, path).fingerprint
+    config = copy / "open_clip_config.json"
+    content = json.loads(config.read_text())
+    content["preprocess_cfg"] = {**content.get("preprocess_cfg", {}), "mean": [0.1, 0.2, 0.3]}
+    config.write_text(json.dumps(content))
+    assert q16(copy, path).fingerprint != q16(clip_folder, path).fingerprint
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from concept_eraser.evaluation.features.base import Features, device, file_hash, places
+from concept_eraser.storage.readers import read_json
+from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError, first_line, names_text, unknown
 
 FOLDER = "local-dir:"
+_PREPROCESSING = ("mean", "std", "interpolation", "resize_mode")
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,20 @@ class ClipFeatures(Features):
     def fingerprint(self) -> str:
         return file_hash(self._file)
 
+    @cached_property
+    def design(self) -> str:
+        """A short hash of what decides an embedding beside the weights.
+
+        It is the architecture, and how images are prepared.
+        """
+        if self.model.startswith(FOLDER):
+            config = Path(self.model.removeprefix(FOLDER)) / "open_clip_config.json"
+            return provenance.fingerprint(read_json(config))[:8]
+        keys = ("quick_gelu", *_PREPROCESSING)
+        return provenance.fingerprint(
+            [self.model, [self._weight_settings.get(key) for key in keys]]
+        )[:8]
+
     @property
     def name(self) -> str:
         """The model's name, without the folders of the machine."""
@@ -140,11 +157,7 @@ class ClipFeatures(Features):
             options = {
                 "pretrained": str(file),
                 "force_quick_gelu": config.get("quick_gelu", False),
-                "force_preprocess_cfg": {
-                    k: config[k]
-                    for k in ("mean", "std", "interpolation", "resize_mode")
-                    if k in config
-                },
+                "force_preprocess_cfg": {k: config[k] for k in _PREPROCESSING if k in config},
             }
         if self._text("hf_model_name"):
             raise UserError(

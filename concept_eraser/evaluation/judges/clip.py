@@ -22,6 +22,7 @@ from concept_eraser import registry
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation.base import Judge
 from concept_eraser.evaluation.features.clip import ClipFeatures
+from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError, quote
 
 ATTRIBUTE = "concept"
@@ -68,7 +69,9 @@ class ClipJudge(Judge):
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]
-        return f"clip-{self._clip.fingerprint}"
+        # the same weights judge otherwise with other labels or in another architecture
+        rest = provenance.fingerprint([self.labels, self._clip.design])
+        return f"clip-{self._clip.fingerprint}-{rest[:8]}"
 
     def classify(self, images: Tensor) -> dict[str, np.ndarray]:
         scores = np.stack(

@@ -114,7 +114,8 @@ class ImageClassifierJudge(NetworkJudge):
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]
         # the same weights judge otherwise with other names or images prepared otherwise
-        rest = provenance.fingerprint([self._labels, self._preset])
+        names = sorted(self.names.items())
+        rest = provenance.fingerprint([self._labels, self._preset, names, self.top])
         return f"classifier-{weights_hash(self._folder)}-{rest[:8]}"
 
     @cached_property

@@ -72,7 +72,8 @@ class Q16Judge(NetworkJudge):
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]
-        return f"q16-{file_hash(self._file)}-{self._clip.fingerprint}"
+        # the same weights embed images otherwise in another architecture
+        return f"q16-{file_hash(self._file)}-{self._clip.fingerprint}-{self._clip.design}"
 
     @cached_property
     def _vectors(self) -> Tensor:
