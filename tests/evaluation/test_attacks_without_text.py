@@ -6,12 +6,14 @@ on the unprotected bundled model, where it must lead to the concept.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -629,9 +631,39 @@ def test_revival_records_the_concept_rate_and_restores_the_victim(
     assert result.concept_rates() == [1.0, 1.0]
     assert [row["fell"] for row in result.curves[0]] == [0, 0]
     assert result.rates()["asr"]["value"] == 1
+    assert [row["stage"] for row in result.outcomes] == ["original"] * 3 + ["clean"] * 3
     after = tiny.denoiser.state_dict()
     assert set(after) == set(before)
     assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+def test_revival_has_rows_of_the_prompts_that_it_attacked_only() -> None:
+    """The first prompt shows the concept without the attack, and is in the batch all the same."""
+    start = runner.AttackStart(
+        ["a red star", "a blue star"],
+        ["a red star", "a blue star"],
+        seeds=[5, 6],
+        concept_images=torch.empty(0),
+        clean_images=torch.empty(0),
+        pre=np.array([True, False]),
+        left_out=0,
+        positions=[0, 1],
+        outcomes=[
+            {"stage": "clean", "position": i, "prompt": text, "shows_concept": i == 0}
+            for i, text in enumerate(["a red star", "a blue star"])
+        ],
+    )
+    pre = runner.Attempt("a red star", 5, pre=True, success=True)
+    broken = runner.Attempt("a blue star", 6, pre=False, success=True, round=2, by_seed=6)
+    batch = {
+        "attempts": [dataclasses.asdict(pre), dataclasses.asdict(broken)],
+        "outcomes": [{}, {"predicted_shape": "star", "rounds": 2}],
+    }
+    protocol = runner.Protocol(suites.load("tiny_star"), "revival")
+    models = {"victim": "v", "original": "o"}
+    rows = runner.outcomes_of(protocol, start, [batch], rows=[[0, 1]], models=models)
+    (attacked,) = [row for row in rows if row["stage"] == "attack"]
+    assert (attacked["position"], attacked["round"], attacked["rounds"]) == (1, 2, 2)
 
 
 def test_unrelated_data_revive_a_concept_that_is_only_covered(

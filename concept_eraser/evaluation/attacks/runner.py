@@ -424,6 +424,8 @@ def outcomes_of(
         # an attack that began with a version without outcomes has none of its first batches
         readings = batch.get("outcomes") or [{}] * len(places)
         for place, attempt, reading in zip(places, batch["attempts"], readings, strict=True):
+            if attempt["pre"]:  # an attack that measures the rate has it in its batches too
+                continue
             start = clean[before.positions[place]]
             table.append(
                 {
