@@ -297,6 +297,8 @@ def _show_labelled(evaluation: Any) -> None:
     Console(markup=False, emoji=False).print(table)
     if evaluation.too_few:
         typer.echo(f"fewer than two examples, so left out: {', '.join(evaluation.too_few)}")
+    for name, reason in evaluation.refused.items():
+        typer.echo(f"not measured: {name}: {reason}")
     if "table" in after:
         typer.echo(
             "MIA: share of forgotten examples that a membership attack classifies as "

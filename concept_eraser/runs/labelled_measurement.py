@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from concept_eraser.data.labelled import Labelled, open_data, rest_of
+from concept_eraser.data.labelled import Labelled, open_data, rest_of, same_examples
 from concept_eraser.evaluation.base import Evaluation, Result
 from concept_eraser.evaluation.labelled import classification, reconstruction
 from concept_eraser.evaluation.statistics import Interval
@@ -41,6 +41,7 @@ class LabelledEvaluation(Evaluation):
         target: "classifier", "clip" or "vae".
         measurements: "before" and "after" -> "accuracy" or "psnr" by set, "table", "membership".
         too_few: the sets of fewer than two examples, which are left out.
+        refused: what was not measured, with the reason.
 
     Example:
         >>> import concept_eraser
@@ -54,6 +55,7 @@ class LabelledEvaluation(Evaluation):
     target: str
     measurements: dict[str, dict[str, Any]]
     too_few: list[str]
+    refused: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -61,6 +63,7 @@ class LabelledEvaluation(Evaluation):
             "target": self.target,
             "results": self.measurements,
             "too_few": self.too_few,
+            **({"refused": self.refused} if self.refused else {}),
             "environment": self.environment,
         }
 
@@ -126,6 +129,7 @@ def measure(
     # a set of fewer than two examples has no interval
     few = sorted(name for name, (_, rows) in sets.items() if len(rows) < 2)
     sets = {name: value for name, value in sets.items() if name not in few}
+    obstacle = "" if recipe.target == "vae" else _membership_obstacle(data, other, test, few=few)
     measurements: dict[str, dict[str, Any]] = {}
     for when, model in (("before", _before(recipe, before, allow_code)), ("after", erased_model)):
         if model is None:
@@ -136,7 +140,7 @@ def measure(
             measurements[when] = {"psnr": reconstruction.intervals(module, sets)}
             continue
         measurements[when] = {"accuracy": classification.intervals(module, sets)}
-        if test is not None and other is data and not few:
+        if test is not None and not obstacle:
             measurements[when]["table"] = asdict(
                 classification.measure(
                     module, data, forget=forget, retain=retain, test=test, test_rows=test_rows
@@ -156,7 +160,28 @@ def measure(
         target=recipe.target,
         measurements=measurements,
         too_few=few,
+        refused={"membership attacks": obstacle} if obstacle else {},
     )
+
+
+def _membership_obstacle(
+    data: Labelled, other: Labelled, test: Labelled | None, *, few: Sequence[str]
+) -> str:
+    """Return why no membership attack is possible, or "".
+
+    Args:
+        data: The data of the forget set.
+        other: The data of the retain set.
+        test: The test examples.
+        few: The sets of fewer than two examples.
+    """
+    if test is None:
+        return "there are no test examples"
+    if few:
+        return f"fewer than two examples in {', '.join(few)}"
+    if not same_examples(other, data):
+        return "the retain set is of other data than the forget set"
+    return ""
 
 
 def _results(measurements: Mapping[str, Mapping[str, Any]]) -> list[Result]:

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from concept_eraser import api, registry
+from concept_eraser.cli.main import app
 from concept_eraser.data.labelled import Labelled, choose, from_arrays, open_data
 from concept_eraser.erasers import classifier, vae
 from concept_eraser.models.module import build
@@ -265,11 +267,57 @@ def test_a_deletion_of_one_sample_is_measured(tmp_path: Path) -> None:
     evaluation = api.evaluate(run.folder)
     assert evaluation.too_few == ["forget"]
     assert set(evaluation.measurements["after"]["accuracy"]) == {"retain", "test"}
+    assert evaluation.refused == {"membership attacks": "fewer than two examples in forget"}
     for arguments in ({"suite": "tiny_star"}, {"n": 4}, {"guard": "negative:a star"}):
         with pytest.raises(UserError, match="no suite of prompts measures"):
             api.evaluate(run.folder, **arguments)
     with pytest.raises(UserError, match="no report of images"):
         api.report(evaluation)
+
+
+def test_one_set_named_twice_has_the_membership_attacks_of_the_rest(tmp_path: Path) -> None:
+    build("mlp", "classifier", inputs=64, norm=False).save(tmp_path / "net")
+    rest = [name for name in range(10) if name != 3]
+    forget = {"data": "digits", "classes": [3], "loss": "relabel"}
+    measurements = []
+    for name, retain in (("rest", "rest"), ("named", {"data": "digits", "classes": rest})):
+        run = api.erase(
+            model=str(tmp_path / "net"),
+            target="classifier",
+            forget=forget,
+            retain=retain,
+            training=SHORT,
+            output=tmp_path / name,
+        )
+        evaluation = api.evaluate(run.folder)
+        assert evaluation.refused == {}
+        measurements.append(evaluation.measurements["before"])
+    assert measurements[0]["membership"]
+    assert measurements[1] == measurements[0]
+
+
+def test_retained_examples_of_other_data_have_no_membership_attack(tmp_path: Path) -> None:
+    build("mlp", "classifier", inputs=64, norm=False).save(tmp_path / "net")
+    rng = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "other.npz",
+        x=rng.random((40, 64), dtype=np.float32),
+        y=np.arange(40) % 10,
+    )
+    run = api.erase(
+        model=str(tmp_path / "net"),
+        target="classifier",
+        forget={"data": "digits", "classes": [3], "loss": "relabel"},
+        retain={"data": str(tmp_path / "other.npz"), "classes": [1, 2]},
+        training=SHORT,
+        output=tmp_path / "run",
+    )
+    result = CliRunner().invoke(app, ["evaluate", str(run.folder), "-q"], catch_exceptions=False)
+    reason = "the retain set is of other data than the forget set"
+    assert f"not measured: membership attacks: {reason}" in result.output
+    content = json.loads((run.folder / "evaluation.json").read_text())
+    assert content["refused"] == {"membership attacks": reason}
+    assert "membership" not in content["results"]["after"]
 
 
 def test_a_run_from_memory_is_measured_with_its_objects(tmp_path: Path) -> None:
