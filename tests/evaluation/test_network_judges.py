@@ -311,6 +311,17 @@ def test_a_class_among_the_first_answers_counts(artists: Path) -> None:
         registry.build("judge", "image_classifier", {"folder": str(artists), "top": 3})
 
 
+def test_several_names_among_the_first_answers_are_refused(artists: Path) -> None:
+    """The first of them would hide the concept that is among the first answers too."""
+    several = {"folder": str(artists), "names": {"red": "van gogh", "blue": "monet"}}
+    with pytest.raises(UserError, match="the concept alone, found monet, van gogh"):
+        registry.build("judge", "image_classifier", {**several, "top": 2})
+    assert registry.build("judge", "image_classifier", several).top == 1
+    one = {"red": "van gogh", "blue": "van gogh"}
+    judge = registry.build("judge", "image_classifier", {**several, "names": one, "top": 2})
+    assert set(judge.classify(coloured([0, 1, 2]))["style"]) == {"van gogh"}
+
+
 def test_a_classifier_that_is_incomplete_is_refused(artists: Path, tmp_path: Path) -> None:
     def judge(folder: Path, **options: Any) -> Any:
         return registry.build("judge", "image_classifier", {"folder": str(folder), **options})

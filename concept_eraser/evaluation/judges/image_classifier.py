@@ -50,7 +50,8 @@ class ImageClassifierJudge(NetworkJudge):
         attribute: The name of the attribute, as the prompt sets call it.
         names: The classifier's name of a class -> the name in the prompt sets. Other classes keep
             the classifier's name.
-        top: An image also counts as a class of `names` that is among this many first answers.
+        top: An image also counts as the class of `names` that is among this many first answers.
+            Above 1 all `names` are translated into one name, that of the concept.
         allow_pickle: Also read weights that are a pickle.
     """
 
@@ -72,6 +73,11 @@ class ImageClassifierJudge(NetworkJudge):
         if self.top > 1 and not self.names:
             raise UserError(
                 f"top: {self.top} needs `names`, the classes that count among the first answers"
+            )
+        if self.top > 1 and len(values := sorted(set(self.names.values()))) > 1:
+            raise UserError(
+                f"top: {self.top} needs `names` with the name of the concept alone, found "
+                f"{names_text(values)}; the first of them would hide the concept behind it"
             )
 
     @cached_property
