@@ -26,6 +26,7 @@ from concept_eraser.evaluation.judges.tiny import TinyJudge
 from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.reporting import single_run
 from concept_eraser.tiny import garbage, painter
+from concept_eraser.utils import resources
 from tests.reporting.test_several_runs import Page
 
 SUITE = {
@@ -135,6 +136,18 @@ def test_the_judge_separates_painted_scenes_from_garbage() -> None:
     assert (judge.classify(torch.from_numpy(rubbish))["shape"] == "none").mean() > 0.93
     noise = torch.from_numpy(rng.integers(0, 256, (50, 64, 64, 3), dtype=np.uint8))
     assert (judge.classify(noise)["shape"] == "none").mean() > 0.9
+
+
+def test_the_bundled_suites_state_the_images_of_each_model() -> None:
+    counted = 0
+    for name in resources.names("eval"):
+        suite, text = suites.load(name), resources.find("eval", name).read_text()
+        if not re.search(r"[\d,]+ images", suite.about):
+            continue
+        counted += 1
+        n = sum(group.n for group in suite.groups.values())
+        assert re.findall(r"([\d,]+) images of each model", text) == [f"{n:,}"], name
+    assert counted > 20
 
 
 def test_the_judge_refuses_other_sizes() -> None:
