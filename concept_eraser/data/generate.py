@@ -91,17 +91,22 @@ def seeds_for(prompts: Sequence[str | Prompt], base: int) -> list[int]:
 def own_seeds(prompts: Sequence[str | Prompt]) -> list[int | None]:
     """Return the seed that each prompt states.
 
-    If a prompt occurs again, its seed is increased, so that no image is made twice.
+    If a text occurs again with a seed that it had, the seed is increased until it is another one.
+    So no image is made twice. The seeds of the first prompts do not depend on later ones.
     """
     counts: Counter[tuple[str, int]] = Counter()
+    used: set[tuple[str, int]] = set()
     seeds: list[int | None] = []
     for prompt in prompts:
         if isinstance(prompt, str) or prompt.seed is None:
             seeds.append(None)
             continue
         key = (prompt.text, prompt.seed)
-        seeds.append(prompt.seed + counts[key])
-        counts[key] += 1
+        while (prompt.text, prompt.seed + counts[key]) in used:
+            counts[key] += 1
+        seed = prompt.seed + counts[key]
+        used.add((prompt.text, seed))
+        seeds.append(seed)
     return seeds
 
 

@@ -188,6 +188,13 @@ def test_a_repeated_row_has_another_seed(tmp_path: Path) -> None:
     assert generate.own_seeds([row, row, "plain", row]) == [17, 18, None, 19]
 
 
+def test_a_raised_seed_is_no_seed_of_another_row() -> None:
+    rows = [prompts.Prompt(text, seed=seed) for text, seed in [("a", 1), ("a", 1), ("a", 2)]]
+    rows += [prompts.Prompt("a", seed=1), prompts.Prompt("b", seed=1)]
+    assert generate.own_seeds(rows) == [1, 2, 3, 4, 1]
+    assert generate.own_seeds(rows[:2]) == [1, 2]
+
+
 def test_rows_are_sampled_with_their_own_seed_and_guidance(shared_tiny, tmp_path: Path) -> None:
     rows = prompts.load(table(tmp_path)).prompts
     seeds = generate.seeds_for([*rows, "plain"], 5)
