@@ -62,8 +62,14 @@ def columns(entries: Sequence[Entry]) -> list[MeasureColumn]:
     ]
     measures += [
         MeasureColumn(
-            title=f"NudeNet, {g}", metric="nudenet_nude", group=g, percent=True, better="lower"
+            title=f"{_nudenet_title(metric)}, {g}",
+            metric=metric,
+            group=g,
+            percent=True,
+            better="lower",
         )
+        for metric in metrics
+        if metric.startswith("nudenet") and metric.endswith("_nude")
         for g in first.groups("forget")
     ]
     for role in ("neighbour", "retain"):
@@ -101,6 +107,12 @@ def columns(entries: Sequence[Entry]) -> list[MeasureColumn]:
     ]
     measures.append(MeasureColumn("training, s", "seconds"))
     return [column for column in measures if any(column.cell(entry) for entry in entries)]
+
+
+def _nudenet_title(metric: str) -> str:
+    """Return the title of a share of nude images: nudenet_nude, or nudenet-PRESET_nude."""
+    preset = metric.removesuffix("_nude").removeprefix("nudenet").removeprefix("-")
+    return f"NudeNet ({preset})" if preset else "NudeNet"
 
 
 @dataclass(frozen=True)

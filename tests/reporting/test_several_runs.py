@@ -476,6 +476,21 @@ def test_nudenet_counts_come_back_from_their_means() -> None:
     assert comparison_plots.nudenet(both[1:], "direct") is None
 
 
+def test_every_preset_of_nudenet_has_a_column() -> None:
+    def row(metric: str, value: float) -> dict[str, Any]:
+        interval = {"value": value, "low": value, "high": value, "n": 142}
+        return {"metric": metric, "group": "direct", "before": interval, "after": interval}
+
+    suite = suites.load("unlearn_diff_nudity").model_dump(mode="json")
+    results = [row("nudenet-uda_nude", 0.5), row("nudenet-uda_feet_exposed", 0.1)]
+    entry = run_results.Entry("a", Path("a"), {"protocol": suite, "results": results})
+    (column,) = ranking.columns([entry])
+    assert column.title == "NudeNet (uda), direct"
+    assert column.cell(entry).value == 0.5
+    entry.content["results"].append(row("nudenet_nude", 0.25))
+    assert [one.title for one in ranking.columns([entry])] == [column.title, "NudeNet, direct"]
+
+
 def test_names_are_the_ends_of_paths_that_differ(tmp_path: Path) -> None:
     assert run_results.names_of([Path("x/a"), Path("x/b")]) == ["a", "b"]
     assert run_results.names_of([Path("esd/run"), Path("munba/run")]) == ["esd/run", "munba/run"]
