@@ -331,10 +331,11 @@ def together(study: str) -> str:
 def _mean_sentence(study: str, tasks: list[str], methods: int) -> str:
     """Return the sentences on the means. The retain error includes that of the original."""
     rates = ranks.together([[original(study, task)] for task in tasks])
+    leaderboard = leaderboard_of(study)
+    every = [name for name in leaderboard["methods"] if not is_control(leaderboard, name)]
     return (
-        f"Means over {', '.join(tasks)} with equal weights, of the {methods} of "
-        f"{len(leaderboard_of(study)['methods'])} methods that are measured on all of them. Each "
-        "method has one setting for all tasks.\n"
+        f"Means over {', '.join(tasks)} with equal weights, of the {methods} of {len(every)} "
+        "methods that are measured on all of them. Each method has one setting for all tasks.\n"
         "Concept rate: direct prompts and synonyms. Retain error: images of retain prompts that "
         "are wrong in the attribute of the concept; the original\n"
         f"has {ranks.rate_text(rates['retain_error'][0])} %. Values and intervals are medians and "

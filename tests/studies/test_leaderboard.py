@@ -297,6 +297,15 @@ def test_the_interactive_figure_has_all_methods_and_no_other_file() -> None:
     assert not re.search(r"https?:|@import|url\(", text)
 
 
+def test_the_number_of_methods_has_no_control() -> None:
+    """A model that never learned the concept is a row of the tables and no method."""
+    methods = [name for name, how in LEADERBOARD["methods"].items() if "control" not in how]
+    assert len(methods) < len(LEADERBOARD["methods"])
+    _, rows = pages.over_tasks("tiny_leaderboard")
+    sentence = f"of the {len(rows) - 1} of {len(methods)} methods that are measured on all"
+    assert sentence in pages.together("tiny_leaderboard")
+
+
 def test_the_table_of_the_readme_has_six_rows_and_no_attack() -> None:
     table, sentence = pages.results_block().split("\n\n")
     head, _, *rows = table.splitlines()
