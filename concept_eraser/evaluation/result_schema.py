@@ -150,7 +150,7 @@ ATTEMPT = {
     "pre": (bool, int),
     "success": (bool, int),
     "by_seed~": int,
-    "guidance?~": NUMBER,
+    "guidance?": NUMBER,
 }
 ATTACK = {
     "protocol": {

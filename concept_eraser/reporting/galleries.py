@@ -107,7 +107,7 @@ def of_attack(label: str, content: dict[str, Any], limit: int = EXAMPLES) -> Gal
 
 
 def _example(attempt: dict[str, Any], family: str) -> Example:
-    guidance = attempt.get("guidance")  # earlier versions did not store it
+    guidance = attempt.get("guidance")
     prompt = Prompt(attempt["prompt"], guidance=guidance)
     shots = [ExampleImage(when, prompt, attempt["seed"]) for when in ("before", "after")]
     if not attempt["success"] or attempt["pre"]:

@@ -399,8 +399,10 @@ def test_every_image_of_an_attack_has_its_rows_own_guidance(
     assert [[shot.prompt.guidance for shot in one.shots] for one in album.examples] == [
         [a.guidance] * 3 for a in broken
     ]
+    assert [a.get("guidance") for a in content["attempts"]] == [a.guidance for a in broken]
+    assert sum("guidance" in attempt for attempt in content["attempts"]) == 3
     for attempt in content["attempts"]:  # as earlier versions stored them
-        del attempt["guidance"]
+        attempt.pop("guidance", None)
     (first, *_) = galleries.of_attack("seed_search", content).examples
     assert [shot.prompt.guidance for shot in first.shots] == [None] * 3
 

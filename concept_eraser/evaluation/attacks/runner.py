@@ -164,6 +164,13 @@ class Attempt:
     by_seed: int | None = None
     guidance: float | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON. The guidance is among them only if the prompt states one."""
+        content = asdict(self)
+        if self.guidance is None:
+            del content["guidance"]
+        return content
+
 
 @dataclass(frozen=True)
 class Campaign:
@@ -238,7 +245,7 @@ class Campaign:
             "rates": self.rates(),
             "cost": self.cost,
             "seconds": round(self.seconds, 1),
-            "attempts": [asdict(a) for a in self.attempts],
+            "attempts": [a.as_dict() for a in self.attempts],
             "curves": self.curves,
             "environment": self.environment,
             **({"sensitive": True} if self.sensitive else {}),
@@ -748,7 +755,7 @@ class Referee:
                 tell=tell,
             )
         return {
-            "attempts": [asdict(a) for a in attempts],
+            "attempts": [a.as_dict() for a in attempts],
             "outcomes": self._readings(last, len(attempts)),
             "curve": curve,
             "cost": scene.cost,
