@@ -144,6 +144,7 @@ def export(
     is_change = to in (*_NAMINGS, "tensors") or strength != 1
     original = loading.original_of(source, base, allow_pickle=allow_pickle) if is_change else None
     after = loading.beside(source, original) if original is not None else None
+    is_compared = after is not None  # with the record of the run's original, which takes seconds
     if after is None:
         after = loading.load(source, allow_pickle=allow_pickle, base=original or base)
     residual_gate.refuse(after, f"export --to {to}")
@@ -156,7 +157,8 @@ def export(
     if original is None:
         original = _original(base, source, allow_pickle)
     changes = differences(original, after)
-    require_its_own(Path(source), original, changes)
+    if not is_compared:
+        require_its_own(Path(source), original, changes)
     if missing_tensors := sorted(left_out & changes.keys()):
         raise UserError(
             f"a single file of the family {after.family!r} holds only the denoiser, and "
@@ -309,10 +311,15 @@ def differences(before: Model, after: Model) -> Changes:
 
 
 def require_its_own(source: Path, original: Model, changes: Changes) -> None:
-    """Raise UserError if a run differs from `original` in tensors that it did not train.
+    """Raise UserError if `original` is not the model that a run was trained on.
 
-    It then has another original model.
+    A run without a pipeline has a record of that model's weights. Any other run is compared with
+    `original`: it may differ only in tensors that it trained.
     """
+    if (record := run_base.read(source)) is not None:
+        if parts := record.differences(original):
+            raise run_base.other_base(source, record, original, parts)
+        return
     weights_file = source / "weights.safetensors"
     if not (source / "recipe.yaml").is_file() or not weights_file.is_file():
         return

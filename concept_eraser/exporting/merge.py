@@ -174,8 +174,7 @@ def _base_of(source: Path) -> str | None:
 def _changes(original: Model, source: str, base: Any, allow_pickle: bool) -> Changes:
     """Return the changes of one erasure.
 
-    Raises UserError if a run differs from `original` in tensors that it did not train, or has a
-    gate.
+    Raises UserError if `original` is not the model that a run was trained on, or if it has a gate.
     """
     erased = loading.load(source, allow_pickle=allow_pickle, base=base)
     residual_gate.refuse(erased, "merge")

@@ -289,14 +289,46 @@ def test_a_lora_that_would_be_wrong_is_refused(runs, tmp_path: Path) -> None:
 
 
 def test_a_lora_on_another_base_is_approximated(runs, tmp_path: Path) -> None:
-    """On another base the change differs: it is approximated, and the error is reported."""
+    """On another base the change differs: it is approximated, and the error is reported.
+
+    The source is the whole model, because a run itself is compared with its own original only.
+    """
+    whole = formats.export(runs["lora"], "diffusers", output=tmp_path / "whole").path
     export = formats.export(
-        runs["lora"], "lora", before=runs["weights"], output=tmp_path / "a.safetensors"
+        whole, "lora", before=runs["weights"], output=tmp_path / "a.safetensors"
     )
     assert export.rank
     assert export.rank > 2
     assert export.error
     assert export.error > 0
+
+
+def _folder_with_other_weights(folder: Path, factor: float, place: Path) -> Path:
+    shutil.copytree(folder, place)
+    file = place / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = {name: value * factor for name, value in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    return place
+
+
+def test_a_run_is_exported_from_its_own_original_alone(
+    runs, tiny_fp32: Path, tmp_path: Path
+) -> None:
+    """Its LoRA alone, and changed tensors whose names another original has too."""
+    other = _folder_with_other_weights(tiny_fp32, 1.05, tmp_path / "other")
+    moved = _folder_with_other_weights(tiny_fp32, 1.0, tmp_path / "moved")
+    alone = tmp_path / "alone"
+    shutil.copytree(runs["conv"], alone)
+    (alone / "weights.safetensors").unlink()
+    for run in (alone, runs["conv"]):
+        for to, strength in (("tensors", 1.0), ("diffusers", 0.5), ("lora", 1.0)):
+            output = tmp_path / f"{run.name}-{to}{'' if to == 'diffusers' else '.safetensors'}"
+            with pytest.raises(UserError, match=r"other weights in denoiser than .* --before"):
+                formats.export(run, to, before=other, strength=strength, output=output)
+            assert not output.exists()
+    expected = load(alone).denoiser.state_dict()
+    file = formats.export(alone, "tensors", before=moved, output=tmp_path / "a.safetensors").path
+    assert all(torch.equal(expected[name], value) for name, value in load_file(file).items())
 
 
 def test_one_naming_into_the_other_and_back(runs, tmp_path: Path) -> None:

@@ -198,6 +198,34 @@ def test_runs_of_other_models_are_refused_by_name_and_by_weights(
         )
 
 
+def test_a_lora_run_of_another_original_is_not_merged(
+    runs, tiny_fp32: Path, tmp_path: Path
+) -> None:
+    """The second run was trained on the first, so it has the change of the first already."""
+    other = tmp_path / "other"
+    pipe = plain(tiny_fp32)
+    with torch.no_grad():
+        for value in pipe.unet.parameters():
+            value *= 1.05
+    pipe.save_pretrained(other)
+    second = concept_eraser.erase(
+        short(training__steps=1, **{**KINDS["lora_moon"], "model": str(runs["lora_moon"])}),
+        output=tmp_path / "second",
+    ).folder
+    assert not (second / "weights.safetensors").exists()
+    for sources, before in (
+        ((runs["lora_moon"],), other),
+        ((runs["lora_moon"], second), tiny_fp32),
+    ):
+        with pytest.raises(UserError, match=r"other weights in denoiser than .* --before"):
+            merge.merge(*sources, output=tmp_path / "out", before=before)
+    assert not (tmp_path / "out").exists()
+    moved = tmp_path / "moved"
+    shutil.copytree(tiny_fp32, moved)
+    merged = merge.merge(runs["lora_moon"], output=tmp_path / "moon", before=moved)
+    assert same(merged.path, runs["lora_moon"])
+
+
 def test_the_verb_writes_a_folder_that_says_what_it_is(
     runs, tiny_fp32: Path, tmp_path: Path
 ) -> None:
