@@ -281,6 +281,8 @@ def _original(base: Any, source: str | Path, allow_pickle: bool) -> Model:
 def differences(before: Model, after: Model) -> Changes:
     """Return the tensors in which two models of one architecture differ.
 
+    A tied tensor, such as T5's table of words, has its first name alone.
+
     Raises UserError if the architectures differ, or if no tensor differs.
     """
     changes: Changes = {}
@@ -295,11 +297,12 @@ def differences(before: Model, after: Model) -> Changes:
                 f"{after.source} and {before.source} are not of one architecture: they "
                 f"differ in {part}.{other or next(n for n in theirs if n not in ours)}"
             )
-        part_changes = {
-            name: (theirs[name], value)
-            for name, value in ours.items()
-            if not torch.equal(theirs[name], value)
-        }
+        part_changes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        listed: set[int] = set()
+        for name, owner in module.state_dict(keep_vars=True).items():
+            if id(owner) not in listed and not torch.equal(theirs[name], ours[name]):
+                part_changes[name] = theirs[name], ours[name]
+                listed.add(id(owner))
         if part_changes:
             changes[part] = part_changes
     if not changes:

@@ -369,3 +369,23 @@ def test_tensors_go_to_the_part_that_their_file_names(open_family, tmp_path: Pat
     for part in model.readers:
         own, other = (m.parts[part].state_dict() for m in (changed, again))
         assert all(torch.equal(own[key], other[key]) for key in own), part
+
+
+def test_a_tied_tensor_gets_the_strength_once(open_family, tmp_path: Path) -> None:
+    """T5's table of words has two names, and a file of tensors has one of them."""
+    folder, model = open_family("flux")
+    encoder = model.parts["text_encoder_2"]
+    table = encoder.shared.weight
+    assert encoder.encoder.embed_tokens.weight is table
+    tensors = {
+        name: value + 1.0 if name == "shared.weight" else value.clone()
+        for name, value in encoder.state_dict().items()
+        if name != "encoder.embed_tokens.weight"
+    }
+    source = tmp_path / "t5.safetensors"
+    save_file(tensors, source)
+    for to, place in (("diffusers", tmp_path / "half"), ("tensors", tmp_path / "half.safetensors")):
+        formats.export(source, to, before=folder, strength=0.5, output=place)
+        half = load(place, base=folder).parts["text_encoder_2"].shared.weight
+        torch.testing.assert_close(half, table + 0.5)
+    assert list(load_file(tmp_path / "half.safetensors")) == ["shared.weight"]
