@@ -437,13 +437,13 @@ class Library:
 
 @contextmanager
 def _apply_change(model: Any, change: WeightChange | None, strength: float) -> Iterator[None]:
-    """Apply a change at some strength inside the context.
+    """Apply a change at some strength inside the context, once to a tensor with several names.
 
     Afterwards all tensors have their original values, bit for bit.
     """
     import torch
 
-    originals: list[tuple[Any, Any]] = []
+    originals: dict[int, tuple[Any, Any]] = {}  # by the id of the tensor
     try:
         with torch.no_grad():
             for part, tensors in (change.parts if change else {}).items():
@@ -452,11 +452,13 @@ def _apply_change(model: Any, change: WeightChange | None, strength: float) -> I
                         f"the run {change.name} changes a part that {change.base} does "  # type: ignore[union-attr]
                         f"not have ({quote(part, 40)})"
                     )
-                state = model.parts[part].state_dict()
+                state = model.parts[part].state_dict(keep_vars=True)
                 for name, value in tensors.items():
                     if name not in state or state[name].shape != value.shape:
                         raise UserError(f"the run {change.name} does not fit {change.base}: {name}")  # type: ignore[union-attr]
-                    originals.append((state[name], state[name].clone()))
+                    if id(state[name]) in originals:
+                        continue
+                    originals[id(state[name])] = state[name], state[name].clone()
                     new = value.to(state[name])
                     state[name].copy_(
                         new if strength == 1 else state[name] + strength * (new - state[name])
@@ -464,7 +466,7 @@ def _apply_change(model: Any, change: WeightChange | None, strength: float) -> I
         yield
     finally:
         with torch.no_grad():
-            for tensor, original in originals:
+            for tensor, original in originals.values():
                 tensor.copy_(original)
 
 

@@ -38,7 +38,7 @@ from concept_eraser.demo import (
     safety,
 )
 from concept_eraser.demo.context import Desk, job_list, minutes
-from concept_eraser.demo.state import ImageSettings, Library
+from concept_eraser.demo.state import ImageSettings, Library, _apply_change
 from concept_eraser.evaluation.attacks import excess
 from concept_eraser.evaluation.nudity import Detection
 from concept_eraser.models.base import moments, to_pixels
@@ -856,6 +856,26 @@ def test_model_options_select_the_base_of_a_family(runs: Path, tmp_path: Path) -
     )
     assert small.shape[1:3] == (8, 8)
     assert plain.shape[1:3] == (16, 16)
+
+
+def test_a_tied_tensor_has_the_strength_once_and_its_original_back(tmp_path: Path) -> None:
+    """T5's table of words has two names in the change of a whole pipeline."""
+    from tests import families
+
+    base = families.build("flux", tmp_path / "flux")
+    erased: Any = api.load(base)
+    with torch.no_grad():
+        erased.parts["text_encoder_2"].shared.weight += 1
+    erased.pipeline.save_pretrained(tmp_path / "erased")
+    library = Library(tmp_path / "none", [str(tmp_path / "erased")], before=str(base))
+    change = library.load_change("erased")
+    assert len(change.parts["text_encoder_2"]) == 2
+    model = library.model(str(base))
+    table = model.parts["text_encoder_2"].shared.weight
+    original = table.clone()
+    with _apply_change(model, change, 0.5):
+        torch.testing.assert_close(table, original + 0.5)
+    assert torch.equal(table, original)
 
 
 def test_a_foreign_checkpoint_needs_its_base(runs: Path, tmp_path: Path) -> None:
