@@ -252,7 +252,7 @@ def _component(model: Loaded, part: str) -> str:
 def read(
     model: Loaded, tensors: Mapping[str, Tensor], header: Mapping[str, str], source: str
 ) -> list[Factors]:
-    """Read the matrices in a file with any naming, one entry for each part.
+    """Read the matrices in a file with any naming, one entry for each part that has some.
 
     The file's own scales (alphas) go into `up`. Raises UserError for a layer that the model does
     not have or that has another size, for a damaged header, and for a file that is no plain LoRA.
@@ -300,7 +300,8 @@ def read(
     for part, layers_of_part in pairs_by_part.items():
         for layer, pair in layers_of_part.items():
             _require_size(model, part, layer, pair=pair, source=source)
-    return [of_pairs(part, layers) for part, layers in pairs_by_part.items()]
+    # of fused layers without a change no matrices are left
+    return [of_pairs(part, layers) for part, layers in pairs_by_part.items() if layers]
 
 
 def _config_in(header: Mapping[str, str], source: str) -> dict[str, Any]:

@@ -389,3 +389,19 @@ def test_a_tied_tensor_gets_the_strength_once(open_family, tmp_path: Path) -> No
         half = load(place, base=folder).parts["text_encoder_2"].shared.weight
         torch.testing.assert_close(half, table + 0.5)
     assert list(load_file(tmp_path / "half.safetensors")) == ["shared.weight"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_fused_lora_of_strength_0_is_written_and_read(
+    dtype: str, open_family, tmp_path: Path
+) -> None:
+    """q, k and v are one layer in kohya's names of Flux, and none of them changes."""
+    folder, model = open_family("flux")
+    one = factors(model.denoiser, "denoiser", lambda name: name.endswith(".0.attn.to_q"))
+    source, file = tmp_path / "q.safetensors", tmp_path / "none.safetensors"
+    lora_files.save(model, [one], source)
+    result = formats.export(source, "kohya", before=folder, strength=0.0, dtype=dtype, output=file)
+    assert (result.error, result.rounding) == (0.0, 0.0)
+    with safe_open(file, "pt") as content:
+        assert content.metadata()["strength"] == "0"
+    assert lora_files.read(model, load_file(file), {}, "none") == []
