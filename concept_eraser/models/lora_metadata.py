@@ -45,6 +45,7 @@ from torch import Tensor
 from concept_eraser.models.base import Loaded
 from concept_eraser.models.lora import Factors
 from concept_eraser.storage.digests import file_digest
+from concept_eraser.utils.path_redaction import shorten
 
 _IMPLEMENTATIONS = {
     "sdxl": "https://github.com/Stability-AI/generative-models",
@@ -152,8 +153,18 @@ def _alpha_of(down: str) -> str:
 
 
 def _name(source: str) -> str:
-    """Return the last component of a path that exists, as sd-scripts does, else the name."""
-    return Path(source).name if Path(source).exists() else source
+    """Return the last component of a path, as sd-scripts does, and a hub id as it is.
+
+    Of a file on a base it is that of both.
+    """
+    if Path(source).exists():
+        return Path(source).name
+    for separator in (" on ", "@"):
+        source = separator.join(
+            Path(one).name if Path(one).exists() else shorten(one)
+            for one in source.split(separator)
+        )
+    return source
 
 
 def _hash(tensors: Mapping[str, Tensor]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -364,6 +365,20 @@ def test_the_header_of_a_file_in_kohyas_naming(
     assert header["ss_network_dim"] == str(RANK)
     assert "/" not in header["ss_sd_model_name"]
     assert not any(name.startswith("modelspec.") for name in header), "it has no known architecture"
+
+
+def test_the_header_has_no_path_of_a_file_on_its_base(
+    lora: Path, tiny_fp32: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet = tmp_path / "models" / "unet.safetensors"
+    unet.parent.mkdir()
+    shutil.copy(tiny_fp32 / "unet" / "diffusion_pytorch_model.safetensors", unet)
+    monkeypatch.chdir(tmp_path)
+    for name, file in ((str(unet), "a.safetensors"), ("models/unet.safetensors", "b.safetensors")):
+        formats.export(lora, "kohya", before=f"{name}@{tiny_fp32}", output=file)
+        header = header_of(Path(file))
+        assert header["ss_sd_model_name"] == f"unet.safetensors on {tiny_fp32.name}"
+        assert not any(str(tmp_path) in value for value in header.values())
 
 
 def model_of(
