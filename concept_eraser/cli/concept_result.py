@@ -71,7 +71,7 @@ def _kohya(folder: Path) -> str:
     """Write the LoRA for A1111 and ComfyUI, if it is not there, and say where it is."""
     from concept_eraser import api
 
-    place = folder / "exports" / f"{folder.name}-kohya.safetensors"
+    place = folder / "exports" / f"{folder.resolve().name}-kohya.safetensors"
     notes = ""
     try:
         if not place.exists():

@@ -63,8 +63,11 @@ def whole_model(folder: Path) -> Path | None:
 
 
 def exported_pipeline(folder: Path) -> Path:
-    """Return the place where `export --to diffusers` writes the pipeline of a run."""
-    return folder / "exports" / f"{folder.name}-diffusers"
+    """Return the place where `export --to diffusers` writes the pipeline of a run.
+
+    It has the name of the folder itself, also if that is given as `.`.
+    """
+    return folder / "exports" / f"{folder.resolve().name}-diffusers"
 
 
 def _loading(arguments: str, folder: Path | None) -> str:

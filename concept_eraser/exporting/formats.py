@@ -233,7 +233,8 @@ def _place(source: Path, to: str, output: str | Path | None, strength: float) ->
     run's pipeline and the strength is not 1.
     """
     if output is None:
-        name = source.stem if source.suffix == _SUFFIX else source.name
+        named = source.resolve() if source.is_dir() else source  # `.` has no name
+        name = named.stem if named.suffix == _SUFFIX else named.name
         name += f"-{to}" if strength == 1 else f"-strength-{strength:g}-{to}"
         folder = source / "exports" if (source / "recipe.yaml").is_file() else Path()
         place = folder / (name if to == "diffusers" else name + _SUFFIX)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import concept_eraser
 from concept_eraser import UserError
+from concept_eraser.cli import concept_result
 from concept_eraser.cli.main import app
 from concept_eraser.exporting import formats, hub, merge
 from concept_eraser.models import single_file
@@ -524,6 +525,20 @@ def test_only_the_pipeline_at_strength_1_is_that_of_the_run(runs, tmp_path: Path
     place = formats.export(run, "diffusers").path
     assert place == run / "exports" / "star-diffusers"
     assert "model_index.json" in pushed()
+
+
+def test_a_run_given_as_the_working_folder_has_the_same_places(
+    runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "star"
+    shutil.copytree(runs["lora"], run, ignore=shutil.ignore_patterns("exports"))
+    monkeypatch.chdir(run)
+    for to, name in (("diffusers", "star-diffusers"), ("kohya", "star-kohya.safetensors")):
+        assert formats.export(".", to).path.resolve() == run / "exports" / name
+    for source in (".", run):
+        uploads = hub.push_to_hub(source, "me/star", dry_run=True).uploads
+        assert "model_index.json" in {upload.name for upload in uploads}
+    assert "exports/star-kohya.safetensors" in concept_result._kohya(Path())
 
 
 def test_the_command_warns_of_layers_that_a_program_ignores(runs, tmp_path: Path) -> None:
