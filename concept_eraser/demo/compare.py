@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
+from urllib.parse import unquote, urlencode
 
 from concept_eraser.demo import image_html, presets, safety
 from concept_eraser.demo.context import Desk, alert, error_text, quiet
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 START = "a red star"
 LADDER = (0.25, 0.5, 0.75, 1.0)
+# characters of a setting in a link that are read: the names of all runs, of escaped characters
+LINK_TEXT = safety.COLUMNS * (3 * safety.NAME + 1)
 ShareProgress = Callable[[float, str], None]  # progress between 0 and 1, and its description
 
 
@@ -41,7 +43,7 @@ class ComparisonSettings:
             raise safety.UserError(
                 f"{len(self.runs)} runs; at most {safety.COLUMNS} are compared at once"
             )
-        runs = tuple(str(run)[:80] for run in self.runs)
+        runs = tuple(str(run)[: safety.NAME] for run in self.runs)
         return ComparisonSettings(
             prompt=safety.prompt(self.prompt),
             runs=runs,
@@ -54,7 +56,9 @@ class ComparisonSettings:
         )
 
     def query(self) -> str:
-        return urlencode({**asdict(self), "runs": ",".join(self.runs)})
+        """Return the settings as a link has them, where the names of runs are between commas."""
+        names = (run.replace("%", "%25").replace(",", "%2C") for run in self.runs)
+        return urlencode({**asdict(self), "runs": ",".join(names)})
 
     @classmethod
     def read(cls, query: Mapping[str, str], run_names: list[str]) -> ComparisonSettings:
@@ -63,7 +67,7 @@ class ComparisonSettings:
         Invalid values are replaced by their defaults. Unknown runs are left out.
         """
         values: dict[str, Any] = {
-            key: query[key][: 2 * safety.PROMPT] for key in asdict(cls()) if key in query
+            key: query[key][:LINK_TEXT] for key in asdict(cls()) if key in query
         }
         for key, kind in (
             ("strength", float),
@@ -77,9 +81,8 @@ class ComparisonSettings:
             except ValueError:
                 values.pop(key)
         is_without_runs = values.get("runs") == ""
-        runs = tuple(name for name in str(values.pop("runs", "")).split(",") if name in run_names)[
-            : safety.COLUMNS
-        ]
+        names = map(unquote, str(values.pop("runs", "")).split(","))
+        runs = tuple(name for name in names if name in run_names)[: safety.COLUMNS]
         for key in list(values):
             try:
                 cls(**{key: values[key]}).check()

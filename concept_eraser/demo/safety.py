@@ -23,6 +23,7 @@ from concept_eraser.utils.errors import UserError, quote, unknown_message
 
 PROMPT = 300  # characters
 LINES = 200  # the user's own prompts, one a line
+NAME = 200  # characters of the name of a run that is shown
 COLUMNS = 4  # runs that are compared at once
 WAITING = 40  # waiting jobs in the queue
 RUNS = 200  # entries of the runs folder above which the page makes no new one
@@ -151,7 +152,7 @@ def lies_inside(path: Path, folder: Path) -> bool:
 
 def can_be_listed(name: str) -> bool:
     """Whether the page can show a folder's name: not too long, and only printable characters."""
-    return len(name) <= 200 and name.isprintable()
+    return len(name) <= NAME and name.isprintable()
 
 
 def require_inside(folder: Path) -> None:

@@ -270,6 +270,20 @@ def test_a_link_brings_the_settings_back_and_bad_ones_keep_their_default() -> No
     )
 
 
+def test_every_run_that_is_listed_can_be_compared_and_linked(runs: Path, tmp_path: Path) -> None:
+    names = [f"{letter * (safety.NAME - 4)},%2C" for letter in "abcd"]
+    for name in (*names, "e" * (safety.NAME + 1)):
+        shutil.copytree(
+            runs / "star", tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors")
+        )
+    library = Library(tmp_path)
+    assert sorted(library.finished_runs()) == names
+    settings = compare.ComparisonSettings(runs=tuple(names), steps=1, seeds=1)
+    assert settings.check().runs == settings.runs
+    query = dict(parse_qsl(settings.query()))
+    assert compare.ComparisonSettings.read(query, names).runs == settings.runs
+
+
 def test_compare_shows_both_models_and_escapes_the_prompt(desk: Desk) -> None:
     settings = compare.ComparisonSettings(
         "a red star <script>alert(1)</script>", ("star",), steps=2, seeds=2
