@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from concept_eraser.models import hub, run_base
+from concept_eraser.models.lora_readers import is_loaded_by_diffusers
 from concept_eraser.models.stored_parts import precision_of_pipeline
+from concept_eraser.recipes import defaults
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_json
@@ -26,16 +28,23 @@ def use(recipe: Recipe, folder: Path, repository: str, *, kind: str | None = Non
         model_folder is None or model_folder.name == resources.whole_model("module")
     ):
         return _of_module(recipe, model_folder, repository)
+    run = _python(
+        f'import concept_eraser\n\nmodel = concept_eraser.load("runs/{folder.resolve().name}")'
+    )
     if recipe.method.adds_gate:
-        run = f"runs/{folder.resolve().name}"
-        return "Its gate is beside the weights, so the run folder is loaded:\n\n" + _python(
-            f'import concept_eraser\n\nmodel = concept_eraser.load("{run}")'
-        )
+        return f"Its gate is beside the weights, so the run folder is loaded:\n\n{run}"
     pipe = _python(
         _loading(f'"{repository}"', model_folder) + '\nimage = pipe("a prompt").images[0]'
     )
     if kind == "pipeline" or not (folder / "lora").is_dir():
         return pipe
+    is_lora_alone = kind == "lora" or (model_folder is None and run_base.is_rebuilt(folder))
+    if not loads_lora(recipe):
+        return (
+            f"diffusers loads no such LoRA, so the run folder is loaded:\n\n{run}"
+            if is_lora_alone
+            else pipe
+        )
     local = not hub.is_id(recipe.model) or Path(recipe.model).exists() or is_place(recipe.model)
     name, revision = ("path/of/the/base/model", None) if local else hub.split(recipe.model)
     revision_argument = f', revision="{revision}"' if revision else ""
@@ -45,12 +54,17 @@ def use(recipe: Recipe, folder: Path, repository: str, *, kind: str | None = Non
         f'pipe.load_lora_weights("{repository}", '
         'adapter_name="erase")\npipe.set_adapters("erase", 1.0)'
     )
-    if kind == "lora" or (model_folder is None and run_base.is_rebuilt(folder)):
+    if is_lora_alone:
         return f"Its LoRA on the base model, with a strength from 0 to 1:\n\n{lora}"
     return (
         f"The whole pipeline:\n\n{pipe}\n\nor its LoRA on the base model, with a strength "
         f"from 0 to 1:\n\n{lora}"
     )
+
+
+def loads_lora(recipe: Recipe) -> bool:
+    """Whether diffusers loads a LoRA into the part of the pipeline that a run trained."""
+    return is_loaded_by_diffusers(defaults.family_of(recipe.model), recipe.target)
 
 
 def whole_model(folder: Path) -> Path | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.exporting import eval_results, model_card
-from concept_eraser.exporting.card_snippets import whole_model
+from concept_eraser.exporting.card_snippets import loads_lora, whole_model
 from concept_eraser.models import hub, run_base
 from concept_eraser.reporting import run_results
 from concept_eraser.storage.readers import read_json
@@ -84,8 +84,8 @@ def push_to_hub(
         run: the run folder.
         repository: owner/name. It is created if it does not exist.
         kind: "pipeline" (for `from_pretrained`), "lora" (for `load_lora_weights`) or "both"
-            (default: "pipeline", or "lora" of a run that holds no pipeline). For a classifier, CLIP
-            model or VAE, "pipeline" is the folder of the whole model.
+            (default: "pipeline", or "lora" of a run that holds no pipeline, if diffusers loads it).
+            For a classifier, CLIP model or VAE, "pipeline" is the folder of the whole model.
         private: whether a new repository is private. A public one that exists is then refused.
         revision: a branch. It is created if it does not exist.
         license: the licence of the weights, see `card`.
@@ -107,9 +107,7 @@ def push_to_hub(
         >>> plan = concept_eraser.push_to_hub("runs/tiny_star_munba", "me/no-star", dry_run=True)
     """
     folder = Path(run)
-    if kind is None:
-        kind = "lora" if run_base.is_rebuilt(folder) and whole_model(folder) is None else "pipeline"
-    if kind not in KINDS:
+    if kind is not None and kind not in KINDS:
         raise unknown("kind of upload", kind, KINDS)
     name, commit = hub.split(repository)
     if commit:
@@ -120,6 +118,9 @@ def push_to_hub(
             f"{folder} holds a gate (the method {recipe.method.name}), which no pipeline of "
             "diffusers can load, so there is no model for the hub; share the run folder"
         )
+    if kind is None:
+        is_lora_alone = run_base.is_rebuilt(folder) and whole_model(folder) is None
+        kind = "lora" if is_lora_alone and loads_lora(recipe) else "pipeline"
     card = model_card.card(folder, repository=name, license=license, kind=kind)
     left_out: list[str] = []
     uploads = (

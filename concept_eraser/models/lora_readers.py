@@ -267,6 +267,18 @@ class Ignored:
         )
 
 
+def is_loaded_by_diffusers(family: str | None, part: str) -> bool:
+    """Whether `load_lora_weights` of the family's pipeline reads layers of a part.
+
+    family: None for an unknown one, which is taken for one that does.
+    """
+    return not any(
+        (reader.text if part in TEXT_ENCODERS else reader.denoiser) == _NONE
+        for reader in READERS
+        if reader.program == reader.naming == "diffusers" and family in reader.families
+    )
+
+
 def find_ignored(
     family: str,
     factors: Sequence[Factors],

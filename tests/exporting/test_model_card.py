@@ -10,6 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
+import diffusers
 import pytest
 import yaml
 from huggingface_hub import ModelCard
@@ -20,6 +21,7 @@ from concept_eraser import UserError
 from concept_eraser.cli.main import app
 from concept_eraser.exporting import eval_results
 from concept_eraser.utils import path_redaction
+from tests import families
 from tests.conftest import short
 
 
@@ -435,3 +437,30 @@ def test_the_code_of_the_card_generates_an_image(evaluated_run: Path, tmp_path: 
     code = code.replace('"me/no-star"', json.dumps(str(place))).replace('"a prompt"', few)
     exec(code, names)
     assert getattr(names["image"], "size", None) == (64, 64)
+
+
+def test_a_lora_that_diffusers_does_not_load_is_not_uploaded_by_default(tmp_path: Path) -> None:
+    """PixArt's pipeline has no `load_lora_weights`."""
+    assert not hasattr(diffusers.PixArtAlphaPipeline, "load_lora_weights")
+    recipe = short(
+        model=str(families.build("pixart", tmp_path / "pixart")),
+        model_options=families.options("pixart"),
+        forget__anchor="a blue house",
+        forget__prompts=["a red star"],
+        retain__prompts=["a house"],
+        trainable={"select": "cross_attention", "lora": 2},
+        training__steps=1,
+    )
+    run = concept_eraser.erase(recipe, output=tmp_path / "run").folder
+    with pytest.raises(UserError, match=r"holds no pipeline; .* --to diffusers.* --as lora"):
+        concept_eraser.push_to_hub(run, "me/x", dry_run=True)
+    lora = concept_eraser.push_to_hub(run, "me/x", kind="lora", dry_run=True)
+    assert "pytorch_lora_weights.safetensors" in {upload.name for upload in lora.uploads}
+    for card in (lora.card, concept_eraser.card(run)):
+        assert "load_lora_weights" not in card
+        assert 'model = concept_eraser.load("runs/run")' in card
+    concept_eraser.export(run, "diffusers")
+    for kind in (None, "both"):
+        card = concept_eraser.push_to_hub(run, "me/x", kind=kind, dry_run=True).card
+        assert "load_lora_weights" not in card
+        assert 'DiffusionPipeline.from_pretrained("me/x"' in card
