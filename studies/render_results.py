@@ -24,6 +24,7 @@ from studies.rendering import (
     conflict,
     excess_recovery,
     figures,
+    full_models,
     guidance,
     labelled,
     leaderboard,
@@ -37,7 +38,6 @@ from studies.rendering import (
     several_concepts,
     side_effects,
     studies,
-    two_trainings,
 )
 from studies.rendering.common import current_label, fill_blocks, load
 from studies.result_tables import NEW_RESULTS, ROOT, TABLES, Results
@@ -90,7 +90,7 @@ def pages() -> dict[Path, str]:
         **location.PAGES,
         **lora.PAGES,
         **excess_recovery.PAGES,
-        **two_trainings.PAGES,
+        **full_models.PAGES,
     }
     for name, renderer in renderers.items():
         if Results(name):

@@ -6,11 +6,15 @@ Each file holds a digest of its content. So an outdated file is recognised witho
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from concept_eraser.utils import provenance
+
+
+_LONG_NUMBER = re.compile(r"\b(\d{2,}\.\d\d)\d+")  # of a place in points; two digits are enough
 
 
 class Figure(NamedTuple):
@@ -44,9 +48,8 @@ def write(path: Path, figure: Figure) -> None:
         figure.draw().savefig(
             text, format="svg", metadata={"Date": None, "Description": digest(figure)}
         )
-    path.write_text(
-        "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()), encoding="utf-8"
-    )
+    short = _LONG_NUMBER.sub(r"\1", text.getvalue())
+    path.write_text("".join(f"{line.rstrip()}\n" for line in short.splitlines()), encoding="utf-8")
 
 
 def canvas(width: float, height: float) -> Any:

@@ -1,4 +1,4 @@
-"""The study of two trainings: numbers of the second model, and distances of predictions."""
+"""The study of full models: numbers of the other trainings, and distances of predictions."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ import yaml
 
 from concept_eraser import api
 from concept_eraser.evaluation import suite as suites
-from studies import two_trainings
-from studies.rendering import two_trainings as rendering
+from studies import full_models
+from studies.rendering import full_models as rendering
 from studies.result_tables import Results
 from tests.conftest import ROOT
 
-CONFIG = ROOT / "studies" / "configs" / "two_trainings.yaml"
+CONFIG = ROOT / "studies" / "configs" / "full_models.yaml"
 
 
 def test_the_study_has_the_suites_and_controls_of_the_repository() -> None:
     study = yaml.safe_load(CONFIG.read_text())
     for case in study["concepts"].values():
         assert suites.load(case["suite"]).concept
-        assert api.load(case["control"])
+        if not case["control"].startswith("runs/"):  # trained before the study
+            assert api.load(case["control"])
 
 
 def test_a_copy_has_no_distance_and_the_page_has_all_pairs(
     no_results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """The second model is the control here, so that both have the same distance from the first."""
+    """The control stands in for a second training, so that both are equally far from the first."""
     suite = {
         "concept": {"shape": "heart"},
         "judge": "tiny",
@@ -40,27 +41,33 @@ def test_a_copy_has_no_distance_and_the_page_has_all_pairs(
     }
     (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
     study = {
-        "first": "tiny-sd",
-        "second": "tiny-sd-without-heart",
+        "full_models": {
+            "seed 0": "tiny-sd",
+            "seed 1": "tiny-sd-without-heart",
+            "seed 2": "tiny-sd-without-star",
+        },
         "concepts": {
             "heart": {"suite": str(tmp_path / "suite.yaml"), "control": "tiny-sd-without-heart"}
         },
     }
-    config = tmp_path / "two_trainings.yaml"
+    config = tmp_path / "full_models.yaml"
     config.write_text(yaml.safe_dump(study))
-    two_trainings.main([str(config)])
-    content = Results("two_trainings")["heart"]
+    full_models.main([str(config)])
+    content = Results("full_models")["heart"]
     for row in content["predictions"]:
-        (_, two), (_, never), (_, copy) = (pair.values() for pair in row["pairs"])
-        assert two == never
-        assert two["value"] > 0
-        assert copy["value"] == 0
-        assert two["n"] == 3
+        distances = {tuple(pair["models"]): pair["distance"] for pair in row["pairs"]}
+        assert len(distances) == 6
+        assert distances["seed 0", "seed 1"] == distances["seed 0", "never learned"]
+        assert distances["seed 0", "seed 2"]["value"] > 0
+        assert distances["seed 1", "never learned"]["value"] == 0
+        assert distances["seed 0", "seed 1"]["n"] == 3
+    assert set(content["results"]) == {"seed 1", "seed 2", "never learned"}
     page = rendering.page()
     assert "| heart | direct | concept rate |" in page
-    assert page.count("| 1.00 |") == 2
-    study["second"] = str(tmp_path / "missing")
+    star = 1000 * distances["seed 1", "seed 2"]["value"]  # of the last group
+    assert f"| {star / 2:.2f} (0.00 to {star:.2f}) |" in page
+    study["full_models"]["seed 2"] = str(tmp_path / "missing")
     config.write_text(yaml.safe_dump(study))
     with pytest.raises(SystemExit, match="2"):
-        two_trainings.main([str(config)])
+        full_models.main([str(config)])
     assert "missing" in capsys.readouterr().err

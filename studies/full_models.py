@@ -1,12 +1,13 @@
-"""How far two trainings of the bundled denoiser on the same data are from each other.
+"""How far trainings of the bundled denoiser on the same data are from each other.
 
     python -m concept_eraser.tiny.build --unet-only --seed 1
-    python -m studies.two_trainings studies/configs/two_trainings.yaml [--concepts heart]
+    python -m concept_eraser.tiny.build --unet-only --seed 2
+    python -m studies.full_models studies/configs/full_models.yaml [--concepts heart]
 
-The second model has the data, text encoder and VAE of the first, and another seed. Its numbers in
-the suites of protocol 2 say what a change of the seed alone does. The distance of the noise
-predictions is measured as in the gap to retraining (concept_eraser/evaluation/retraining.py). It
-stands beside the distance of both models from one that never learned the concept.
+The full models have the same data, text encoder and VAE, and other seeds. Their numbers in the
+suites of protocol 2 say what a change of the seed alone does. The distance of the noise predictions
+is measured as in the gap to retraining (concept_eraser/evaluation/retraining.py). It stands beside
+the distance of each full model from one that never learned the concept.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
 from studies.result_tables import Content, Results
 from studies.tasks import parse_names
+
+NEVER_LEARNED = "never learned"
 
 
 def distances(suite: suites.Suite, group: str, models: Mapping[str, Model]) -> list[Content]:
@@ -69,24 +72,23 @@ def distances(suite: suites.Suite, group: str, models: Mapping[str, Model]) -> l
 
 
 def measure(study: Mapping[str, Any], concept: str) -> Content:
-    """Return the numbers and the distances of the second model on the suite of a concept.
+    """Return the numbers and the distances of all models on the suite of a concept.
 
     Raises:
         UserError: A model is missing.
     """
     case = study["concepts"][concept]
     suite = suites.load(case["suite"])
-    sources = {
-        "first": study["first"],
-        "second": study["second"],
-        "never learned": case["control"],
-    }
+    sources = {**study["full_models"], NEVER_LEARNED: case["control"]}
     models = {name: api.load(source) for name, source in sources.items()}
-    evaluation = api.evaluate(models["second"], suite, before=models["first"]).as_dict()
+    first, *others = sources
     return {
         "concept": concept,
         "sources": sources,
-        "results": evaluation["results"],
+        "results": {  # each beside the first model
+            name: api.evaluate(models[name], suite, before=models[first]).as_dict()["results"]
+            for name in others
+        },
         "predictions": [
             {"group": group, "pairs": distances(suite, group, models)} for group in suite.groups
         ],
