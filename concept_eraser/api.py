@@ -18,7 +18,12 @@ from concept_eraser.evaluation.attacks import controlled, runner
 from concept_eraser.evaluation.attacks.cascade import CascadeCampaign as CascadeCampaign
 from concept_eraser.evaluation.attacks.runner import Campaign as Campaign
 from concept_eraser.evaluation.base import Evaluation as Evaluation
-from concept_eraser.evaluation.never_learned import NeverLearned, RetrainingGap, read_record
+from concept_eraser.evaluation.never_learned import (
+    NeverLearned,
+    RetrainingGap,
+    read_record,
+    require_different,
+)
 from concept_eraser.evaluation.suite import PromptEvaluation as PromptEvaluation
 from concept_eraser.exporting.eval_results import hub_files as hub_files
 from concept_eraser.exporting.formats import export as export
@@ -930,7 +935,10 @@ def _evaluate_again(
     evaluation = evaluate(
         run, suite, before=before, control=control, progress=progress, cache=cache
     )
-    if models is not None and evaluation.models != models:
+    sampled = {name: run_results.sampled_model(text) for name, text in evaluation.models.items()}
+    if models is not None and sampled != {
+        name: run_results.sampled_model(text) for name, text in models.items()
+    }:
         raise UserError(
             f"{run} was measured as {models}, but it now holds {evaluation.models}; "
             "evaluate it again"
@@ -980,7 +988,10 @@ def _pair(
 def _controls(
     control: ModelSource | Sequence[ModelSource] | None, original: Model, allow_pickle: bool
 ) -> list[NeverLearned]:
-    """Load the controls, with the options of the original."""
+    """Load the controls, with the options of the original.
+
+    Raises UserError if two have the same weights: they would count as two trainings.
+    """
     if control is None:
         return []
     sources = control if isinstance(control, list | tuple) else [control]
@@ -989,6 +1000,7 @@ def _controls(
         model = loading.load(source, allow_pickle=allow_pickle, base=original)
         model.configure(original.configured())
         controls.append(NeverLearned(model, read_record(source)))
+    require_different(controls)
     return controls
 
 

@@ -203,7 +203,8 @@ def attack(
         _show_controls(result)
         typer.echo(f"numbers: {folder / 'attack.json'}")
         # the run's report leaves out attacks under a safeguard
-        if run_folder != Path() and folder.is_relative_to(run_folder) and guard is None:
+        has_report = run_folder != Path() and (run_folder / "evaluation.json").is_file()
+        if has_report and folder.is_relative_to(run_folder) and guard is None:
             typer.echo(f"images:  {shell_command('report', run_folder)}")
 
 

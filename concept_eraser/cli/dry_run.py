@@ -25,12 +25,15 @@ def show(
 ) -> None:
     """Check data and model, count weights and memory, make two steps and estimate the time."""
     import os
+    from shlex import quote
 
     os.environ["HF_HUB_OFFLINE"] = "1"  # only the run itself downloads gigabytes
     from concept_eraser.recipes import recipe as recipes
 
     lines = report(recipe, allow_pickle, two_steps, allow_code, folder=folder)
-    typer.echo(recipes.dump(recipe, f"concept-eraser erase <this file> --output {folder}"))
+    typer.echo(
+        recipes.dump(recipe, f"concept-eraser erase <this file> --output {quote(str(folder))}")
+    )
     typer.echo("\n".join(lines) + f"\nwould write {folder}; nothing was trained")
 
 

@@ -294,5 +294,9 @@ def copy(
             name,
             [n for folder in _DATA.values() for n in resources.names(folder)],
         )
+    if file.suffix.lower() != path.suffix:
+        raise UserError(
+            f"{file} would be read as another kind of file; end its name in {path.suffix}"
+        )
     write_text(file, path.read_text(encoding="utf-8"))
     typer.echo(f"copied {name} to {file}{note}")

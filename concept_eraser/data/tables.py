@@ -153,7 +153,7 @@ def read(path: Path, where: Mapping[str, Any], template: str | None = None) -> l
     rows = [(place, row) for place, row in _records(path) if row]
     if not rows:
         return []
-    columns = rows[0][1]
+    columns = dict.fromkeys(column for _, row in rows for column in row)
     names = [] if template is None else templates.fields(template)
     unknown_columns = [key for key in (*where, *names) if key not in columns]
     if unknown_columns:
@@ -164,7 +164,7 @@ def read(path: Path, where: Mapping[str, Any], template: str | None = None) -> l
     for place, row in rows:
         text, seed, guidance = (_column(row, known) for known in (_TEXT, _SEED, _GUIDANCE))
         if template is not None:
-            if not all(row.get(name) for name in names):
+            if any(row.get(name) in (None, "") for name in names):
                 continue
             text = _PROMPT
             row = {**row, text: templates.fill(template, row)}
@@ -240,7 +240,7 @@ def _of_csv(path: Path, content: str) -> Iterator[tuple[str, dict[str, Any]]]:
         io.StringIO(content, newline=""), delimiter="\t" if by_tabs else ",", strict=not by_tabs
     )
     try:
-        columns = list(reader.fieldnames or ())
+        reader.fieldnames = columns = [name.strip() for name in reader.fieldnames or ()]
         if twice := [name for name in columns if name and columns.count(name) > 1]:
             raise UserError(f"{path} has the column {quote(twice[0])} twice; rename or remove one")
         for number, row in enumerate(reader, 1):
@@ -315,7 +315,8 @@ def _test(condition: Any) -> Callable[[Any], bool]:
         word = condition.strip().lower()
         return lambda cell: (
             cell not in (None, "")
-            and word in {part.strip().lower() for part in str(cell).split(",")}
+            and word
+            in {str(cell).strip().lower(), *(part.strip().lower() for part in str(cell).split(","))}
         )
     compare = _COMPARE[comparison[1]]
     try:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from concept_eraser.data.generate import model_fingerprint
 from concept_eraser.models.base import Model
 from concept_eraser.storage.base_model import CONTROLS
 from concept_eraser.storage.readers import read_json
@@ -177,3 +178,16 @@ def _have_equal_weights(one: Model, other: Model, part: str) -> bool:
         if not torch.equal(*pair):
             return False
     return True
+
+
+def require_different(controls: Sequence[NeverLearned]) -> None:
+    """Raise UserError if two controls have the same weights: they would count as two trainings."""
+    sources: dict[str, str] = {}
+    for control in controls:
+        weights = model_fingerprint(control.model)
+        if weights in sources:
+            raise UserError(
+                f"the controls {sources[weights]} and {control.model.source} have the same "
+                "weights, so they are one training; give each control once"
+            )
+        sources[weights] = control.model.source

@@ -54,13 +54,31 @@ def require_alike(contents: Mapping[str, dict[str, Any]]) -> None:
         if content.get("protocol_hash") and content["protocol_hash"] == other.get("protocol_hash"):
             continue
         groups = [
-            {k: c.get(k) for k in ("protocol", "prompt_hashes", "judge")} for c in (content, other)
+            {
+                "protocol": _protocol_of(one),
+                **{key: one.get(key) for key in ("prompt_hashes", "judge")},
+            }
+            for one in (content, other)
         ]
-        differ = differences(*groups) or ["the protocol's hash"]
+        differ = differences(*groups)
+        if not differ and "original" in _protocol_of(content):
+            continue  # only the place of the original differs
+        differ = differ or ["the protocol's hash"]
         raise UserError(
             f"{first} and {name} were not measured alike, so their numbers are not "
             f"compared; they differ in {', '.join(differ)}"
         )
+
+
+def _protocol_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the protocol, with the original of an attack by its weights instead of its place."""
+    protocol = content.get("protocol")
+    if not isinstance(protocol, dict):
+        return {}
+    original = protocol.get("original")  # "source (fingerprint)"
+    if not isinstance(original, str):
+        return protocol
+    return {**protocol, "original": original.rpartition(" (")[2]}
 
 
 def require_alike_settings(contents: Mapping[str, dict[str, Any]], metric: str, group: str) -> None:

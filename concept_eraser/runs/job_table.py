@@ -360,7 +360,8 @@ def _numbers(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Return concept, concept rate and retain accuracy of an evaluation, or {}."""
     concept = evaluation.get("protocol", {}).get("concept") or {}
     numbers: dict[str, Any] = {"concept": ", ".join(map(str, concept.values()))}
-    for result in evaluation.get("results", ()):
+    results = evaluation.get("results")  # those of labelled data are a mapping
+    for result in results if isinstance(results, list) else ():
         is_rate = (result["metric"], result["group"]) == ("concept_rate", "direct")
         is_accuracy = result["metric"].startswith("accuracy") and result["group"] == "retained"
         name = "concept rate" if is_rate else "retain accuracy" if is_accuracy else None

@@ -10,6 +10,7 @@ _KEYS = {
     "pictures": "images",
     "pictures a prompt": "images a prompt",
 }
+_BY_GROUP = ("groups", "prompt_hashes")  # whose keys are names of groups, as the user chose them
 _METRICS = {"concept_share": "concept_rate", "none_share": "no_object_rate"}
 _CONCEPTS = {"players": "together"}
 # settings of UNO with a judge, whose weight was 1 and is now the paper's 1000
@@ -31,7 +32,14 @@ def migrate_results(content: Any) -> Any:
         A copy with present terms. Content with present terms does not change.
     """
     if isinstance(content, dict):
-        return {_KEYS.get(key, key): migrate_results(value) for key, value in content.items()}
+        return {
+            _KEYS.get(key, key): (
+                {name: migrate_results(one) for name, one in value.items()}
+                if key in _BY_GROUP and isinstance(value, dict)
+                else migrate_results(value)
+            )
+            for key, value in content.items()
+        }
     if isinstance(content, list):
         return [migrate_results(value) for value in content]
     return _METRICS.get(content, content) if isinstance(content, str) else content

@@ -190,6 +190,7 @@ def test_the_commands_of_a_first_session(cli, tmp_path: Path) -> None:
     """list, show, copy, check, dry run, erase, evaluate, report and generate, one after another."""
     assert "arXiv 2411.15537" in cli("show", "munba").stdout
     assert cli("copy", "tiny_star_munba", "mine.yaml").returncode == 0
+    assert "end its name in .yaml" in cli("copy", "tiny_star", "mine.txt").stderr
     assert cli("copy", "tiny_star_munba", "mine.yaml").returncode == 2, "does not overwrite"
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(short()))
     assert ": valid" in cli("check", "mine.yaml").stdout

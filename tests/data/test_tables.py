@@ -109,6 +109,20 @@ def test_a_template_makes_prompts_from_other_columns(tmp_path: Path) -> None:
             prompts.load(tmp_path / "set.yaml")
 
 
+def test_spaces_rare_columns_zeros_and_commas_in_cells(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(
+        'prompt, seed, guidance, artist\na,7,2.5,"Smith, John"\nb,8,3,Jones\n'
+    )
+    rows = prompts.load(tmp_path / "a.csv").prompts
+    assert [(row.seed, row.guidance) for row in rows] == [(7, 2.5), (8, 3.0)]
+    for artist in ("Smith, John", "smith", "John"):
+        assert [row.seed for row in tables.read(tmp_path / "a.csv", {"artist": artist})] == [7]
+    (tmp_path / "b.jsonl").write_text('{"text": "a", "n": 0}\n{"text": "b", "kind": "x", "n": 1}\n')
+    assert [row.text for row in tables.read(tmp_path / "b.jsonl", {"kind": "x"})] == ["b"]
+    (tmp_path / "set.yaml").write_text("file: b.jsonl\ntemplate: '{n} {text}'\n")
+    assert prompts.load(tmp_path / "set.yaml").texts == ["0 a", "1 b"]
+
+
 def test_other_formats(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "seed": 1}\n\n{"text": "b", "seed": 2}\n')
     assert [(p.text, p.seed) for p in prompts.load(tmp_path / "a.jsonl").prompts] == [

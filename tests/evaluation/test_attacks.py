@@ -502,6 +502,15 @@ def test_a_prompt_gets_each_paraphrase_once(n: int, tmp_path: Path) -> None:
     assert [offer.texts[0] for offer in attack.search(scene)] == [one[0] for one in rounds]
 
 
+def test_an_attack_continues_on_a_model_that_was_moved(shared_tiny: Any, tmp_path: Path) -> None:
+    some = dataclasses.replace(protocol("seed_search", {"tries": 1}), n=2)
+    first = runner.run(some, shared_tiny, shared_tiny, folder=tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_tiny, "source", "elsewhere/tiny-sd")
+        again = runner.run(some, shared_tiny, shared_tiny, folder=tmp_path)
+    assert again.attempts == first.attempts
+
+
 def test_an_attack_on_another_sampler_does_not_continue_a_folder(
     shared_tiny: Any, tiny: Any, tmp_path: Path
 ) -> None:

@@ -341,6 +341,17 @@ def evaluated(shared_tiny: Any, control: Path, tmp_path_factory: Any) -> tuple[A
     return evaluation, folder, second
 
 
+def test_one_training_is_no_two_controls(shared_tiny: Any, control: Path, tmp_path: Path) -> None:
+    shutil.copytree(control, tmp_path / "again")
+    with pytest.raises(UserError, match=r"the controls .* and .*again have the same"):
+        api.evaluate(
+            shaken(0.3, seed=0),
+            SUITE,
+            before=shared_tiny,
+            control=[control, tmp_path / "again"],
+        )
+
+
 def test_distances_of_noise_predictions_are_those_of_the_networks(
     evaluated, shared_tiny, control
 ) -> None:

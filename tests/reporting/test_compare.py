@@ -67,6 +67,17 @@ def test_unlike_protocols_are_refused_with_what_differs(tmp_path: Path, cli) -> 
     assert "Traceback" not in result.stderr
 
 
+def test_the_place_of_the_original_is_no_difference() -> None:
+    """Attacks name the original by its place and by its weights."""
+
+    def content(original: str) -> dict[str, Any]:
+        return {"protocol": {"seed": 1, "original": original}, "protocol_hash": original}
+
+    compare.require_alike({"a": content("tiny-sd (ab)"), "b": content("weights/tiny-sd (ab)")})
+    with pytest.raises(UserError, match=r"differ in protocol\.original"):
+        compare.require_alike({"a": content("tiny-sd (ab)"), "b": content("tiny-sd (cd)")})
+
+
 def test_files_that_are_no_measurements(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no evaluation\.json or attack\.json"):
         compare.read(tmp_path)

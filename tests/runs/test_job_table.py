@@ -223,6 +223,16 @@ def test_the_summary_has_a_row_for_each_evaluation(tmp_path: Path) -> None:
     assert rows[0]["retain accuracy before"] == "0.9000"
 
 
+def test_the_summary_has_a_row_for_labelled_data(tmp_path: Path) -> None:
+    """Results of labelled data are a mapping, and have no concept rate."""
+    (tmp_path / "digits").mkdir()
+    content = {"results": {"after": {"accuracy": {}}}, "target": "classifier"}
+    (tmp_path / "digits" / "evaluation.json").write_text(json.dumps(content))
+    path = job_table.write_summary([TableJob("digits", ("digits",))], tmp_path)
+    (row,) = csv.DictReader(path.open())
+    assert "digits" in row.values()
+
+
 def test_local_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("torch.get_num_threads", lambda: 6)

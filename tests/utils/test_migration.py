@@ -107,3 +107,15 @@ def test_other_methods_with_a_histogram_are_left_alone() -> None:
 
 def test_other_values_are_left_to_the_check() -> None:
     assert migrate_recipe({"concepts": ["players"]}) == {"concepts": ["players"]}
+
+
+def test_a_group_keeps_the_name_that_the_user_gave_it() -> None:
+    content = {
+        "protocol": {"groups": {"pictures": {"n": 3}}},
+        "prompt_hashes": {"pictures": "ab"},
+        "results": [{"metric": "concept_share", "group": "pictures"}],
+    }
+    assert migrate_results(content) == {
+        **content,
+        "results": [{"metric": "concept_rate", "group": "pictures"}],
+    }

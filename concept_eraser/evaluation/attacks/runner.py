@@ -314,8 +314,12 @@ def run(
     if second_judge is not None:
         agreement.require_another(judge, second_judge, (attribute, value))
         whole["second_judge"] = second_judge.fingerprint
+    # a model is the same wherever it lies
     drawing = {name: model.drawing() for name, model in pair.items()}
-    finished_batches = FinishedBatches(folder, environment.fingerprint([whole, models, drawing]))
+    conditions = {key: value for key, value in whole.items() if key != "original"}
+    finished_batches = FinishedBatches(
+        folder, environment.fingerprint([conditions, weights, drawing])
+    )
     before = draw_start(
         protocol, judge, victim, original, cache=cache, weights=weights, progress=progress
     )
