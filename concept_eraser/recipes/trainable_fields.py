@@ -71,7 +71,8 @@ class TrainableSpec(Strict):
         lt=1,
         description=(
             "train only this share of the selected weights: those with the largest "
-            "|gradient| of the training loss on the forget set (SalUn: 0.5)"
+            "|gradient| of the training loss on the forget set (SalUn: 0.5); of a LoRA the share "
+            "of its up matrices"
         ),
     )
     project: float | None = Field(

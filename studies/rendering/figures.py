@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from concept_eraser.utils import provenance
 
-
 _LONG_NUMBER = re.compile(r"\b(\d{2,}\.\d\d)\d+")  # of a place in points; two digits are enough
 
 
