@@ -16,6 +16,7 @@ LEFT_OUT = {
         "star": "shape",
         "purple": "color",
         "striped": "style",
+        "dotted": "style",
     }.items()
 }
 CONTROLS = {
