@@ -66,14 +66,11 @@ class Labelled:
     def class_index(self, name: str | int) -> int:
         """Return the number of a class, given by name or by number.
 
-        A name takes precedence. Where all names are numbers, only they count. Raises UserError for
-        an unknown class.
+        A name takes precedence. Raises UserError for an unknown class.
         """
         if str(name) in self.names:
             return self.names.index(str(name))
-        places = tuple(map(str, range(len(self.names))))
-        are_other_numbers = self.names != places and all(one.isdecimal() for one in self.names)
-        if str(name).isdecimal() and str(name).isascii() and not are_other_numbers:
+        if str(name).isdecimal() and str(name).isascii():
             number = int(str(name)[:20])
             if 0 <= number < len(self.names):
                 return number

@@ -96,7 +96,7 @@ def test_it_needs_an_attack_and_a_retain_set_for_its_weight() -> None:
     [
         (["training.steps=100"], r"in the first 100 steps \(2 rounds of 25 and 25\)"),
         (["method={name: race}"], "use both or none, found the method 'race'"),
-        (["forget.loss=anchor"], "use both or none, found the method 'stereo'"),
+        (["forget.loss=anchor", "forget.eta=1.0"], "use both or none, found the method 'stereo'"),
         (["training.ema=0.9"], "training.ema averages over all steps"),
         (["attack=null"], "needs an attack"),
     ],

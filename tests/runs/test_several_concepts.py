@@ -118,7 +118,7 @@ def test_a_recipe_of_one_concept_has_its_old_form() -> None:
         ({"forget": objectives("star"), "concepts": "rotate"}, "several concepts in turn"),
         (
             {"method__name": "ga", "forget": [*objectives("star"), {"prompts": "tiny_moon"}]},
-            "is gradient ascent",
+            "ascends the loss of the forget set",
         ),
     ],
 )
@@ -241,7 +241,9 @@ def test_the_mask_is_that_of_all_concepts_and_of_both_modes(tiny) -> None:
     turns.turn(1)  # not that of the mask
 
     def sensitivity_of(eraser: Any) -> list[torch.Tensor]:
-        return saliency.sensitivity(eraser, eraser.trainable(), 0, 2, lambda x: x)
+        return saliency.sensitivity(
+            eraser, eraser.trainable(), seed=0, batch_size=2, reduce=lambda x: x
+        )
 
     both = sensitivity_of(together)
     assert all(torch.equal(a, b) for a, b in zip(both, sensitivity_of(turns), strict=True))

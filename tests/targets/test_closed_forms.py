@@ -356,7 +356,10 @@ UNUSED_SETTINGS = {
     "generation.steps": {"generation": {"steps": 3}},
     "trainable.saliency": {"trainable": {"select": "cross_attention_kv", "saliency": 0.5}},
     "trainable.lora": {"trainable": {"select": "cross_attention_kv", "lora": 2}},
-    "trainable.negate": {"trainable": {"select": "cross_attention_kv", "negate": 1.0}},
+    "trainable.negate": {
+        "trainable": {"select": "cross_attention_kv", "negate": 1.0},
+        "retain": None,
+    },
     "watch": {"watch": {"suite": "tiny_star"}},
 }
 

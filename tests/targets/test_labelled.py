@@ -46,13 +46,6 @@ def test_classes_go_by_name_first() -> None:
         from_arrays(np.zeros((2, 1)), [0, 1], ["cat", "dog"]).class_index("cats")
 
 
-def test_a_number_that_is_no_name_is_no_place_among_numbers() -> None:
-    folder_of_two = from_arrays(np.zeros((2, 1)), [0, 1], ["3", "7"])
-    assert folder_of_two.class_index(7) == 1
-    with pytest.raises(UserError, match=r"unknown class .*'0'"):
-        folder_of_two.class_index(0)
-
-
 def test_labels_are_aligned_by_name() -> None:
     test = from_arrays(np.arange(3)[:, None], [0, 1, 1], ["ann", "cid"])
     data = test.with_classes(("ann", "bob", "cid"))
