@@ -89,7 +89,8 @@ def salient(
         share: The share of the ranked entries, over all tensors together.
         whole: The names of parameters that are not ranked. They have None.
     """
-    ranked = {name: g for name, g in gradient.items() if name not in set(whole)}
+    unranked = set(whole)
+    ranked = {name: g for name, g in gradient.items() if name not in unranked}
     masks = dict(zip(ranked, _largest([g.abs() for g in ranked.values()], share), strict=True))
     return {
         name: masks[name].to(g.dtype) if name in masks else None for name, g in gradient.items()
