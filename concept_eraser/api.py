@@ -823,6 +823,7 @@ def report(
     attacks: Sequence[str | Path] = (),
     control: ModelSource | Sequence[ModelSource] | None = None,
     show_sensitive: bool = False,
+    allow_pickle: bool = False,
     progress: Progress = silent,
     cache: str | Path | None = None,
 ) -> Path:
@@ -841,6 +842,7 @@ def report(
         control: with a run folder, a model that never learned the concept, or a list of them, as in
             `evaluate`. The controls of the run's evaluation and of its attacks are always shown.
         show_sensitive: do not blur the images of a sensitive suite.
+        allow_pickle: with a run folder, also load pickled weights, which can execute code.
         progress: called as work advances.
         cache: a folder for generated images, in place of the user's cache.
 
@@ -866,7 +868,13 @@ def report(
         if suite is not None or not write.has_numbers_only(Path(source)):
             run = Path(source)
             source, path = _evaluate_again(
-                run, path, suite, control=control, progress=progress, cache=cache
+                run,
+                path,
+                suite,
+                control=control,
+                allow_pickle=allow_pickle,
+                progress=progress,
+                cache=cache,
             )
             suite = control = None
         else:
@@ -906,6 +914,7 @@ def _evaluate_again(
     suite: keywords.SuiteSource | None,
     *,
     control: ModelSource | Sequence[ModelSource] | None,
+    allow_pickle: bool,
     progress: Progress,
     cache: Path | None,
 ) -> tuple[PromptEvaluation, Path]:
@@ -933,7 +942,13 @@ def _evaluate_again(
     place = Path(path or folder / "report.html")
     html.require_ours(place)
     evaluation = evaluate(
-        run, suite, before=before, control=control, progress=progress, cache=cache
+        run,
+        suite,
+        before=before,
+        control=control,
+        allow_pickle=allow_pickle,
+        progress=progress,
+        cache=cache,
     )
     sampled = {name: run_results.sampled_model(text) for name, text in evaluation.models.items()}
     if models is not None and sampled != {

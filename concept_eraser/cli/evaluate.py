@@ -201,7 +201,7 @@ def evaluate_run(
 
     Raises:
         UserError: As `api.evaluate`. Or the folder holds an evaluation of other models or by
-            another suite.
+            another suite. A run folder may hold one that compares with another original model.
     """
     from concept_eraser import api
     from concept_eraser.cli.progress_bars import bars
@@ -235,6 +235,8 @@ def evaluate_run(
                 after=str(model),
                 guard=guard,
             )
+        elif before is not None:
+            run_results.require_same_original(folder, before)
         if first and not control:
             _tell_lost_controls(folder)
         with bars(quiet) as progress:

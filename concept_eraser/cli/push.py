@@ -21,7 +21,8 @@ def push(
         typer.Option(
             "--as",
             help=(
-                "pipeline, lora or both (default: pipeline, or lora if the run holds no pipeline)"
+                "pipeline, lora or both (default: pipeline; lora if the run holds no pipeline and "
+                "diffusers can load its LoRA)"
             ),
         ),
     ] = None,

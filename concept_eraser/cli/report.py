@@ -52,6 +52,10 @@ def report(
             help="do not blur the images of suites about nudity or marked sensitive",
         ),
     ] = False,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option("--allow-pickle", help="load pickled weights (they can execute code)"),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
     """Write the HTML report of a run again, or one page about several runs. Images come from the
@@ -74,6 +78,7 @@ def report(
             attacks=attacks or (),
             control=control or None,
             show_sensitive=show_sensitive,
+            allow_pickle=allow_pickle,
             progress=progress,
         )
     typer.echo(f"report: {page}")

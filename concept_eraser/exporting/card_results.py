@@ -41,6 +41,11 @@ class Measurements:
         return len(self.recipe.forgotten) > 1 or len(names) > 1
 
     @property
+    def attacks_proper(self) -> list[dict[str, Any]]:
+        """The attacks without the controls, which show what the budget finds without an attack."""
+        return list(run_results.attacks_and_controls(self.attacks)[0].values())
+
+    @property
     def concepts(self) -> list[str]:
         """The concepts that the recipe forgets.
 

@@ -19,7 +19,7 @@ from concept_eraser import registry
 from concept_eraser.evaluation import result_schema
 from concept_eraser.exporting import card_results
 from concept_eraser.exporting.card_results import Measurements
-from concept_eraser.exporting.card_snippets import use
+from concept_eraser.exporting.card_snippets import loads_lora, use
 from concept_eraser.models import hub
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
@@ -155,7 +155,7 @@ def card(
         "has_prompts": recipe.target in recipes.PROMPTED,
         "attacks": list(_attack_rows(findings.attacks, findings.several)),
         "excess": list(_excess_rows(findings.attacks)),
-        "unattacked": ", ".join(map(_cell, findings.missing(list(findings.attacks.values()))))
+        "unattacked": ", ".join(map(_cell, findings.missing(findings.attacks_proper)))
         if recipe.target in recipes.PROMPTED
         else "",
         "limits": list(_limits(findings)),
@@ -210,7 +210,7 @@ def _warnings(findings: Measurements) -> list[str]:
     sentences = []
     for activity, results in (
         ("evaluated", findings.evaluations),
-        ("attacked", list(findings.attacks.values()) if has_prompts else None),
+        ("attacked", findings.attacks_proper if has_prompts else None),
     ):
         if results is None:
             continue
@@ -232,7 +232,8 @@ def header(recipe: Recipe, license: str, kind: str | None = None) -> dict[str, A
         fields["license_name"] = "see-base-model"
     if hub.is_id(recipe.model) and not _local(recipe.model):
         fields["base_model"] = hub.split(recipe.model)[0]
-    if recipe.target in recipes.PROMPTED and not recipe.method.adds_gate:
+    is_readable = kind != "lora" or loads_lora(recipe)
+    if recipe.target in recipes.PROMPTED and not recipe.method.adds_gate and is_readable:
         fields["library_name"] = "diffusers"
     if recipe.target in _TASKS:
         fields["pipeline_tag"] = _TASKS[recipe.target]

@@ -212,7 +212,7 @@ READERS = (
         naming="diffusers",
         families=("pixart", "dit"),
         denoiser=_NONE,
-        text=_EVERY,
+        text=_NONE,
         source="diffusers 0.42.1, pipelines/pixart_alpha/pipeline_pixart_alpha.py, the class's "
         "bases: none loads a LoRA",
         advice=_WHOLE_MODEL,

@@ -265,9 +265,11 @@ def _merge_lora(base: Model, lora: dict[str, Tensor] | Path, path: Path, *, idle
         # Flux's own default leaves its text encoder out
         pipeline.fuse_lora(components=_adapted_components(pipeline))
         pipeline.unload_lora_weights()
-    except (ValueError, KeyError, RuntimeError, TypeError) as error:
+    # the converter of Flux asserts the widths of Flux.1 (diffusers 0.42.1)
+    except (ValueError, KeyError, RuntimeError, TypeError, AssertionError) as error:
+        lines = str(error).splitlines() or ["diffusers' reader expects matrices of other sizes"]
         raise UserError(
-            f"{path} is a LoRA that does not fit {base.source}: {str(error).splitlines()[0][:200]}"
+            f"{path} is a LoRA that does not fit {base.source}: {lines[0][:200]}"
         ) from None
     is_unchanged = all(
         torch.equal(v, before[name][k])

@@ -221,6 +221,26 @@ def require_same(
         raise _other_evaluation(folder / "evaluation.json")
 
 
+def require_same_original(folder: Path, before: str) -> None:
+    """Check that a folder holds no evaluation that compares with another original model.
+
+    Args:
+        folder: The folder for a new evaluation of the same run.
+        before: The name of the original model.
+
+    Raises:
+        UserError: It holds one.
+    """
+    if (found := _earlier_evaluation(folder)) is None:
+        return
+    path, recorded = folder / "evaluation.json", str(found[1].get("before"))
+    if not _is_named(recorded, before, None):
+        raise UserError(
+            f"{path} compares the run with {recorded.rsplit(' (', 1)[0]}, not with {before}, and "
+            "is not replaced; give another folder with --output"
+        )
+
+
 def require_same_models(
     folder: Path,
     suite: Suite,

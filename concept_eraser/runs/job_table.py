@@ -224,7 +224,7 @@ def run(
         if code == INTERRUPTED:
             raise Interrupted(f"stopped in {job.name}; the same command continues there")
         states[job.name] = "finished" if code == 0 else "failed"
-        message = "" if code == 0 else f": {last_line(folder, job.name)}"
+        message = f": {last_line(folder, job.name)}" if code else _evaluation_note(folder, job.name)
         report(f"{job.name}: {states[job.name]} after {seconds:.0f} s{message}")
     return states
 
@@ -252,7 +252,6 @@ def _run_one(job: TableJob, folder: Path, options: Sequence[str]) -> tuple[int, 
             "words": list(job.words),
             "code": code,
             "seconds": round(seconds, 1),
-            "evaluated": NO_EVALUATION not in options,
         }
         write_json(status.with_name(f"{job.name}.json"), content, overwrite=True)
     return code, seconds
@@ -282,9 +281,18 @@ def state(job: TableJob, folder: Path, *, evaluated: bool = False) -> State:
             f"the row {job.name!r} differs from the one that was erased as {folder / job.name}; "
             f"give it another name, or remove {path} and that folder"
         )
-    if evaluated and job.overrides is None and not content.get("evaluated", True):
+    run_folder = folder / job.name
+    if evaluated and job.overrides is None and not any(_evaluation_files(run_folder)):
         return "not finished"
-    return "finished" if (folder / job.name / "done.json").is_file() else "not finished"
+    return "finished" if (run_folder / "done.json").is_file() else "not finished"
+
+
+def _evaluation_files(run_folder: Path) -> Iterator[Path]:
+    """Yield the evaluations in a run folder, that of the run's first suite first."""
+    own = run_folder / "evaluation.json"
+    if own.is_file():
+        yield own
+    yield from run_folder.glob("evaluations/*/evaluation.json")
 
 
 def require_unchanged(jobs: Sequence[TableJob], folder: Path) -> None:
@@ -327,6 +335,14 @@ def last_line(folder: Path, name: str) -> str:
     return errors[-1][:200] if errors else ""
 
 
+def _evaluation_note(folder: Path, name: str) -> str:
+    """Return "; not evaluated: ..." with the reason that the command of a row printed, or ""."""
+    path = folder / STATUS / f"{name}.txt"
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    notes = [line.strip() for line in lines if line.startswith("not evaluated:")]
+    return f"; {notes[-1][:200]}" if notes else ""
+
+
 def write_summary(jobs: Sequence[TableJob], folder: Path) -> Path:
     """Write the states and measured numbers of all rows as CSV. Returns its path.
 
@@ -349,9 +365,7 @@ def _summary_rows(job: TableJob, folder: Path) -> Iterator[dict[str, Any]]:
         common["seconds"] = read_json(record).get("seconds", "")
     if common["state"] == "failed":
         common["message"] = last_line(folder, job.name)
-    run_folder = folder / job.name
-    files = [run_folder / "evaluation.json", *run_folder.glob("evaluations/*/evaluation.json")]
-    evaluations = [read_json(path) for path in files if path.is_file()]
+    evaluations = [read_json(path) for path in _evaluation_files(folder / job.name)]
     for evaluation in evaluations or [{}]:
         yield {**common, **_numbers(evaluation)}
 

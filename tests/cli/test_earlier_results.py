@@ -61,6 +61,26 @@ def test_the_evaluation_of_another_model_is_not_replaced(
     assert elsewhere.exit_code == 0, elsewhere.output
 
 
+def test_the_evaluation_of_a_run_against_another_original_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("suite.yaml").write_text(yaml.safe_dump(SUITE))
+    overrides = ["training.steps=1", "training.batch_size=1"]
+    concept_eraser.erase("tiny_star_esd", overrides=overrides, output="run")
+    assert evaluate("run", "--suite", "suite.yaml").exit_code == 0
+    content = Path("run/evaluation.json").read_bytes()
+    refusal = evaluate("run", "--suite", "suite.yaml", "--before", small_sd())
+    assert isinstance(refusal.exception, UserError), refusal.output
+    assert "compares the run with tiny-sd, not with" in str(refusal.exception)
+    assert Path("run/evaluation.json").read_bytes() == content
+    assert evaluate("run", "--suite", "suite.yaml", "--before", "tiny-sd").exit_code == 0
+    assert (
+        evaluate("run", "--suite", "suite.yaml", "--before", small_sd(), "-o", "other").exit_code
+        == 0
+    )
+
+
 def test_python_does_not_replace_the_evaluation_of_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

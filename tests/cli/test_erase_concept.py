@@ -44,12 +44,12 @@ def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_pa
     assert process.returncode == 0, process.stderr
     assert "random_tokens" in (folder / "report.html").read_text()
 
-    # the card names the concept, and knows that its suite and its attack are about it
+    # the card names the concept, and knows that its suite is about it; random tokens are a control
     card = concept_eraser.card(folder)
     assert "after erasing **star (shape)** with" in card
     assert "| forget | `prompts that name 'star'` |" in card
     assert "was not evaluated" not in card
-    assert "was not attacked" not in card
+    assert "This erasure was not attacked." in card
 
     # the recipe of the run repeats it, with its suite
     process = cli("erase", "runs/star/recipe.yaml", "-o", "again", "-q")

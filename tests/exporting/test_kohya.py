@@ -265,6 +265,16 @@ def test_fluxs_single_blocks_at_full_height() -> None:
         assert torch.allclose(up @ down, one.change(name), atol=1e-4)
 
 
+def test_a_kohya_lora_of_a_flux_of_other_widths_is_refused(open_family, tmp_path: Path) -> None:
+    """The converter of diffusers asserts the widths of Flux.1."""
+    _, model = open_family("flux")
+    attention = "single_transformer_blocks.0.attn."
+    one = factors(model.parts["denoiser"], "denoiser", lambda n: n.startswith(attention))
+    lora_files.save(model, [one], tmp_path / "a.safetensors", naming="kohya")
+    with pytest.raises(UserError, match=r"is a LoRA that does not fit .*of other sizes"):
+        load(tmp_path / "a.safetensors", base=model)
+
+
 def test_what_kohya_has_no_name_for(open_family, tmp_path: Path) -> None:
     for name, part, layer, message in (
         ("flux", "denoiser", "x_embedder", "kohya has no name for the layer x_embedder"),

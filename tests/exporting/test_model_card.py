@@ -456,6 +456,7 @@ def test_a_lora_that_diffusers_does_not_load_is_not_uploaded_by_default(tmp_path
         concept_eraser.push_to_hub(run, "me/x", dry_run=True)
     lora = concept_eraser.push_to_hub(run, "me/x", kind="lora", dry_run=True)
     assert "pytorch_lora_weights.safetensors" in {upload.name for upload in lora.uploads}
+    assert "library_name" not in lora.card
     for card in (lora.card, concept_eraser.card(run)):
         assert "load_lora_weights" not in card
         assert 'model = concept_eraser.load("runs/run")' in card
@@ -463,4 +464,5 @@ def test_a_lora_that_diffusers_does_not_load_is_not_uploaded_by_default(tmp_path
     for kind in (None, "both"):
         card = concept_eraser.push_to_hub(run, "me/x", kind=kind, dry_run=True).card
         assert "load_lora_weights" not in card
+        assert "library_name: diffusers" in card
         assert 'DiffusionPipeline.from_pretrained("me/x"' in card

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 
 from concept_eraser.models.lora import Factors, can_adapt
-from concept_eraser.models.lora_readers import READERS, find_ignored
+from concept_eraser.models.lora_readers import READERS, find_ignored, is_loaded_by_diffusers
 from concept_eraser.recipes.selections import select
 
 # the classes that sd-scripts looks for, networks/lora.py, lines 867-868
@@ -107,6 +108,12 @@ def test_comfyui_misses_the_attention_of_a_unet_in_diffusers_naming() -> None:
     (finding,) = find_ignored("sdxl", [factors], "diffusers")
     assert (finding.program, finding.layers) == ("ComfyUI", (attention,))
     assert "export --to kohya" in finding.sentence()
+
+
+def test_pipelines_that_read_no_lora_read_none_of_a_text_encoder() -> None:
+    for family, part in itertools.product(("pixart", "dit"), ("denoiser", "text_encoder")):
+        assert not is_loaded_by_diffusers(family, part)
+    assert is_loaded_by_diffusers("flux", "text_encoder")
 
 
 def test_each_entry_names_its_source() -> None:

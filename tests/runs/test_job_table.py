@@ -167,26 +167,48 @@ def test_an_edited_file_of_a_finished_row_is_an_error(
 def test_a_row_that_was_not_evaluated_is_evaluated_by_a_later_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command of a row is replaced by one that prints its arguments, or kills itself."""
+    """The command of a row is replaced by one that prints its arguments, or kills itself.
+
+    It writes an evaluation at its second call that should. At the first it prints why it did not.
+    """
     row, recipe = TableJob("a", ("star",)), TableJob("b", ("x.yaml",), overrides=())
     for job in (row, recipe):
         (tmp_path / job.name).mkdir()
         (tmp_path / job.name / "done.json").write_text("{}")
     (tmp_path / "status").mkdir()
     script = tmp_path / "erase.sh"
-    script.write_text('#!/bin/sh\ncase "$*" in *kill*) kill -9 $$;; esac\necho "$*"\n')
+    called, output = tmp_path / "called", tmp_path / "a" / "evaluation.json"
+    script.write_text(
+        f"""#!/bin/sh
+case "$*" in
+    *kill*) kill -9 $$;;
+    *--no-evaluate*) ;;
+    *) if [ -e {called} ]; then echo {{}} > {output}; else
+        touch {called}; echo "not evaluated: the judge is missing"; fi;;
+esac
+echo "$*"
+"""
+    )
     script.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(script))
     lines: list[str] = []
     job_table.run([row, recipe], tmp_path, report=lines.append, options=["--no-evaluate"])
     assert "--no-evaluate" in (tmp_path / "status" / "a.txt").read_text()
     assert [job_table.state(job, tmp_path) for job in (row, recipe)] == ["finished"] * 2
-    for options, is_finished in ((["--no-evaluate"], True), ([], False), ([], True)):
+    for options, is_finished in (
+        (["--no-evaluate"], True),
+        ([], False),
+        ([], False),
+        ([], True),
+    ):
+        notes = [line for line in lines if "not evaluated" in line]
+        assert all(line.endswith("; not evaluated: the judge is missing") for line in notes)
         lines.clear()
         job_table.run([row, recipe], tmp_path, report=lines.append, options=options)
         assert (lines[0] == "a: finished before") == is_finished
         assert lines[-1] == "b: finished before"
     assert "--no-evaluate" not in (tmp_path / "status" / "a.txt").read_text()
+    assert called.exists()
 
     killed = TableJob("c", ("kill",))
     assert job_table.run([killed], tmp_path, report=lines.append) == {"c": "failed"}
