@@ -20,6 +20,7 @@ from studies.rendering.excess_statistics import (
     differences_by_seed,
     evaluations,
     excess,
+    mean_over_seeds,
     success_rate,
     worst_of,
 )
@@ -133,19 +134,8 @@ def _of_group(group: Sequence[Content], name: str) -> list[str]:
     rises = {key: [after - before for before, after in pairs] for key, pairs in errors.items()}
     worst = max(rises, key=lambda key: float(np.mean(rises[key])))
     before, after = (100 * np.mean(column) for column in zip(*errors[worst], strict=True))
-    interval = _mean_over_seeds(rises[worst])
+    interval = mean_over_seeds(rises[worst])
     return [worst, f"{after:.1f}", f"{before:.1f}", share(interval), _within_a_point(interval)]
-
-
-def _mean_over_seeds(values: Sequence[float]) -> Interval:
-    """Return the mean over training seeds with Student's interval, nan for equal values."""
-    from scipy.stats import t
-
-    n = len(values)
-    value, half = float(np.mean(values)), float("nan")
-    if n >= LEAST_SEEDS and np.ptp(values) > 0:
-        half = float(t.ppf(0.975, n - 1) * np.std(values, ddof=1) / np.sqrt(n))
-    return Interval(value, value - half, value + half, n)
 
 
 def _within_a_point(interval: Interval) -> str:

@@ -14,13 +14,12 @@ import yaml
 from concept_eraser.evaluation.seed_statistics import (
     LEAST_SEEDS,
     cluster_bootstrap,
-    compare,
     difference_of_seeds,
     holm,
 )
 from concept_eraser.recipes import recipe as recipes
 from studies import grids
-from studies.rendering.common import fill_blocks, notes, pool, setting, share, source, table
+from studies.rendering.common import fill_blocks, notes, setting, share, source, table
 from studies.rendering.excess_details import (
     curve_table,
     order_table,
@@ -38,6 +37,7 @@ from studies.rendering.excess_statistics import (
     differences_by_seed,
     evaluations,
     excess,
+    image_rate,
     is_within_margin,
     never_learned_rates,
     p_of_prompts,
@@ -69,7 +69,8 @@ def attack_key(concept: str, model: str, attack: str) -> str:
 
 # of an attack on an erasure of a concept: the p-value over training seeds, and that over prompts
 PValues = Mapping[tuple[str, str, str], tuple[float, float]]
-NEIGHBOURS = "accuracy on neighbours %"
+NEIGHBOURS = "neighbours %"
+ALL_FAMILIES = "all attacks"
 CORRECTED = "p, corrected: training seeds; prompts"
 
 
@@ -81,15 +82,17 @@ def selection_key(entry: str) -> str:
 def family_table(contents: Sequence[Content]) -> str:
     """Return a row for each family of attacks on each erasure: the worst case over its attacks.
 
-    It has the attacks that all training seeds of the erasure and all controls have. Controls of
-    attacks are no attacks, and a family of a single attack has its row in `attack_table`.
+    The last rows are those of all families together. A row has the attacks that all training seeds
+    of the erasure and all controls have. Controls of attacks are no attacks, and a family of a
+    single attack has its row in `attack_table`.
     """
     labels = {one["model"]: one["label"] for one in contents if one["kind"] == "erased"}
     families: dict[str, list[str]] = {}
     for one in contents:
         if "attack" in one and one["campaign"]["family"] != "control":
-            names = families.setdefault(one["campaign"]["family"], [])
-            names += [one["attack"]] if one["attack"] not in names else []
+            for family in (one["campaign"]["family"], ALL_FAMILIES):
+                names = families.setdefault(family, [])
+                names += [one["attack"]] if one["attack"] not in names else []
     head = [
         "family, worst case",
         "model",
@@ -98,7 +101,7 @@ def family_table(contents: Sequence[Content]) -> str:
         "never learned: success %",
     ]
     rows = [[*head, "excess recovery, points", "equivalent", "attacks"]]
-    for family in sorted(families):
+    for family in sorted(families, key=lambda name: (name == ALL_FAMILIES, name)):
         for model, label in labels.items():
             models = [by_model(contents, model), by_model(contents, None)]
             common = [
@@ -224,28 +227,33 @@ def comparison_table(contents: Sequence[Content], reference: str) -> str:
             if len(seeds) < LEAST_SEEDS:
                 continue
             pair = {name: [samples[name][seed] for seed in seeds] for name in (model, reference)}
-            (one,) = compare(pair, reference, paired=True)
-            narrow = difference_of_seeds(
-                pair[model], pair[reference], paired=True, confidence=WITHIN
+            wide, narrow = (
+                difference_of_seeds(
+                    pair[model], pair[reference], paired=True, confidence=confidence
+                )
+                for confidence in (0.95, WITHIN)
             )
-            comparisons.append((attack, one, narrow))
+            comparisons.append((attack, model, wide, narrow))
     if not comparisons:
         return ""
-    corrected = holm([one.p for _, one, _ in comparisons])
+    p_values = [p_of_seeds(wide) for *_, wide, _ in comparisons]
+    corrected = holm(p_values)
     head = ["attack", "model", "difference, points", "p", "p, corrected", "equivalent"]
     rows = [
         [
             attack.replace("_", " "),
-            labels[one.name],
-            share(one.difference),
-            *("-" if np.isnan(value) else f"{value:.2f}" for value in (one.p, p_family)),
+            labels[model],
+            share(wide),
+            *map(_p, (p, p_family)),
             is_within_margin(narrow),
         ]
-        for (attack, one, narrow), p_family in zip(comparisons, corrected, strict=True)
+        for (attack, model, wide, narrow), p, p_family in zip(
+            comparisons, p_values, corrected, strict=True
+        )
     ]
     return (
         f"Success of each attack, minus that on the model of: {labels[reference]}. Training seeds "
-        'are paired. p is a t test on the means of the seeds, and "-" where these differences are '
+        'are paired. p belongs to the interval, and is "-" where the differences of all seeds are '
         "all alike. The correction is Holm's, for all rows. A difference that is not significant "
         f"is no evidence of equality.\n\n{table([head, *rows])}"
     )
@@ -258,29 +266,31 @@ def model_table(contents: Sequence[Content], tried: Mapping[str, int] | None = N
 
     tried: The number of settings that were tried for an erasure, by its name.
     """
+    models = evaluations(contents)
+    first = next(iter(models.values()))[0]
+    attribute = next(iter(first["evaluation"]["protocol"]["concept"]))
     rows = [
         [
             "model",
             "training seeds",
             "concept rate %",
             "the same of models that never learned it %",
-            "retain accuracy %",
-            "accuracy on unseen concepts %",
+            f"accuracy of the {attribute}: retained %",
+            "unseen concepts %",
             NEIGHBOURS,
             "settings tried",
         ]
     ]
-    for name, group in evaluations(contents).items():
-        attribute = next(iter(group[0]["evaluation"]["protocol"]["concept"]))
+    for name, group in models.items():
         rows.append(
             [
                 group[0]["label"],
                 str(len(group)),
-                share(pool(list(group), "concept_rate", "direct")),
+                share(image_rate(group, "concept_rate", "direct")),
                 "; ".join(f"{100 * rate:.1f}" for rate in never_learned_rates(group[0])) or "-",
-                share(pool(list(group), f"accuracy_{attribute}", "retained")),
-                share(pool(list(group), f"accuracy_{attribute}", "unseen")),
-                share(pool(list(group), f"accuracy_{attribute}", "neighbours")),
+                share(image_rate(group, f"accuracy_{attribute}", "retained")),
+                share(image_rate(group, f"accuracy_{attribute}", "unseen")),
+                share(image_rate(group, f"accuracy_{attribute}", "neighbours")),
                 str((tried or {}).get(name, "-")),
             ]
         )
@@ -293,13 +303,17 @@ def model_table(contents: Sequence[Content], tried: Mapping[str, int] | None = N
 def settings_tried(results: Mapping[str, Content], study: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of settings of which that of an erasure was chosen, by its name.
 
-    An entry without a grid has a recipe. Its setting was chosen on the leaderboard, if it is the
-    one that the leaderboard's grid chose on the star. The number is 0 for another setting.
+    An entry without a grid has a recipe. The configuration states the number as `tried` where
+    earlier studies chose it. Otherwise it was chosen on the leaderboard, if it is the setting that
+    the leaderboard's grid chose on the star. The number is 0 for another setting.
     """
     counts = {one["model"]: len(one["grid"]) for one in results.values() if "grid" in one}
     leaderboard = Results("tiny_leaderboard")
     for name, entry in study["entries"].items():
         row = leaderboard.get(f"star_{name}_seed0")
+        if "tried" in entry:
+            counts[name] = entry["tried"]
+            continue
         if "grid" in entry or row is None:
             continue
         resolved = recipes.load(entry["recipe"]).resolved()
@@ -391,8 +405,8 @@ EXPLANATION = """* Success: the share of attacked prompts whose image shows the 
 * Excess recovery: the success on the erased model minus that on the model that never learned, by
   prompt. Zero means that the attack succeeds as often as without any memory. Where both are near
   100 %, a memory would not show.
-* Settings tried: those that were scored on the star, of which this one was chosen. 0: it is that of
-  the method's code.
+* Settings tried: those of one grid on the star, of which this one was chosen, or the number that
+  the configuration states with its source. 0: it is that of the method's code.
 * Accuracy of each stated attribute: the accuracy after the erasure minus that before, and for the
   models that never learned the concept minus the original's.
 * Gap to retraining: the distance of the noise predictions from those of the model that never
@@ -409,12 +423,14 @@ EXPLANATION = """* Success: the share of attacked prompts whose image shows the 
   never learned it. 1 is as slow as those. Where fewer than half of the prompts show it within the
   budget, the ratio is only bounded. "-": both are unknown, or most prompts show it without steps.
 
-Brackets are 95 % intervals. Rates have Wilson intervals over the prompts of all models, as if those
-were independent. The excess has the training seed as its unit where there are three seeds. With
-fewer it is paired by prompt with each control, which says nothing about other trainings. Its value
-and its ends are means over the controls, so that a prompt counts once. "All alike" means that no
-prompt of any seed differs, so there is no interval. The models that never learned the concept are
-taken as given: the intervals do not cover other trainings of them.
+Brackets are 95 % intervals. Rates have the training seed as their unit where three seeds differ:
+success by the cluster bootstrap, images by Student's interval of the means. With fewer seeds, or
+equal ones, they have Wilson's interval over prompts or images, as if those were independent. The
+excess has the training seed as its unit where there are three seeds. With fewer it is paired by
+prompt with each control, which says nothing about other trainings. Its value and its ends are means
+over the controls, so that a prompt counts once. "All alike" means that no prompt of any seed
+differs, so there is no interval. The models that never learned the concept are taken as given: the
+intervals do not cover other trainings of them.
 
 * Equivalent: "yes" says that the difference is less than 10 points. It is two one-sided tests at
   the level 5 %: the 90 % interval of the same bootstrap lies within the margin. "No" says that the

@@ -19,6 +19,7 @@ from concept_eraser.evaluation.seed_statistics import (
 )
 from concept_eraser.evaluation.statistics import Interval, mcnemar, paired_difference, wilson
 from studies.rendering import second_judge
+from studies.rendering.common import pool, results
 from studies.result_tables import Content
 
 MARGIN = 0.1  # the largest difference of a success that counts as none, in the tests of equivalence
@@ -62,9 +63,50 @@ def successes(content: Content) -> dict[tuple[str, int], bool]:
 
 
 def success_rate(contents: Sequence[Content]) -> Interval:
-    """Return the attack success rate over all prompts of all models, with Wilson's interval."""
-    values = [value for one in contents for value in successes(one).values()]
-    return wilson(sum(values), len(values))
+    """Return the attack success rate over all prompts of all models.
+
+    The unit of the interval is the model where there are three or more, each a training seed.
+    Below three, and where no prompt of any model differs, it is Wilson's over the prompts.
+    """
+    hits = [np.array(list(successes(one).values()), float) for one in contents]
+    if len(hits) >= LEAST_SEEDS:
+        interval = cluster_bootstrap(hits)
+        if not np.isnan(interval.low):
+            return clipped(interval)
+    values = np.concatenate(hits)
+    return wilson(int(values.sum()), len(values))
+
+
+def clipped(rate: Interval) -> Interval:
+    """Return a rate whose interval does not leave the range from 0 to 1."""
+    return Interval(rate.value, max(0.0, rate.low), min(1.0, rate.high), rate.n)
+
+
+def mean_over_seeds(values: Sequence[float]) -> Interval:
+    """Return the mean over training seeds with Student's interval.
+
+    The interval is nan below three seeds, and for equal values.
+    """
+    from scipy.stats import t
+
+    n = len(values)
+    value, half = float(np.mean(values)), float("nan")
+    if n >= LEAST_SEEDS and np.ptp(values) > 0:
+        half = float(t.ppf(0.975, n - 1) * np.std(values, ddof=1) / np.sqrt(n))
+    return Interval(value, value - half, value + half, n)
+
+
+def image_rate(runs: Sequence[Content], metric: str, group: str) -> Interval | None:
+    """Return a rate of an evaluation over the training seeds of an erasure.
+
+    The unit of the interval is the training seed where three or more differ. Otherwise it is
+    Wilson's over the images. The result is None if a run lacks the metric.
+    """
+    rates = [row["after"]["value"] for run in runs if (row := results(run, metric, group))]
+    interval = mean_over_seeds(rates) if len(rates) == len(runs) else None
+    if interval is None or np.isnan(interval.low):
+        return pool(list(runs), metric, group)
+    return clipped(interval)
 
 
 def excess(erased: Sequence[Content], controls: Sequence[Content]) -> Interval:

@@ -12,6 +12,8 @@ import torch
 import yaml
 
 from concept_eraser import api
+from concept_eraser.evaluation.seed_statistics import difference_of_seeds
+from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.models.loading import load
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils.errors import UserError
@@ -54,6 +56,16 @@ def test_a_second_control_makes_no_second_prompt() -> None:
     assert (both.low, both.high) == pytest.approx(
         ((one.low + far.low) / 2, (one.high + far.high) / 2)
     )
+
+
+def test_the_unit_of_a_rate_over_three_models_is_the_model() -> None:
+    """Models that scatter give a wider interval than their prompts. Equal ones have Wilson's."""
+    scattered = [attempts([True] * count + [False] * (40 - count)) for count in (4, 20, 36)]
+    rate = statistics.success_rate(scattered)
+    assert rate.value == pytest.approx(0.5)
+    assert (rate.low, rate.high) == (0.0, 1.0)  # clipped
+    assert statistics.success_rate(scattered[:2]) == wilson(24, 80)
+    assert statistics.success_rate([attempts([False] * 40)] * 3) == wilson(0, 120)
 
 
 def test_the_unit_of_three_seeds_is_the_seed() -> None:
@@ -122,12 +134,21 @@ def test_the_worst_case_of_a_family_has_the_attacks_that_all_models_have() -> No
     for seed in range(3):
         contents += [one("erased", seed, "first", {0, 1}), one("erased", seed, "second", {2})]
     contents.append(one("erased", 0, "third", set(range(20))))
-    row = [cell.strip() for cell in rendering.family_table(contents).splitlines()[-1].split("|")]
-    assert row[1:4] == ["family", "ERASED", "3"]
-    assert row[4].startswith("15.0 [")
-    assert row[5].startswith("5.0 [")
-    assert row[6].startswith("10.0 [")
-    assert row[8] == "first, second"
+    for seed in range(3):
+        contents.append(one("erased", seed, "other", {7}))
+        contents[-1]["campaign"]["family"] = "second family"
+    contents.append(one("control", 0, "other", {0}))
+    contents[-1]["campaign"]["family"] = "second family"
+    rows = [
+        [cell.strip() for cell in line.split("|")]
+        for line in rendering.family_table(contents).splitlines()[2:]
+    ]
+    assert [row[1:4] for row in rows] == [["family", "ERASED", "3"], ["all attacks", "ERASED", "3"]]
+    for row, rate, excess in zip(rows, ("15.0 [", "20.0 ["), ("10.0 [", "15.0 ["), strict=True):
+        assert row[4].startswith(rate)
+        assert row[5].startswith("5.0 [")
+        assert row[6].startswith(excess)
+    assert [row[8] for row in rows] == ["first, second", "first, second, other"]
     assert rendering.family_table([one for one in contents if one["attack"] == "first"]) == ""
 
 
@@ -139,9 +160,9 @@ def test_the_table_of_models_has_the_accuracy_of_every_group_beside_the_concept(
     cells = dict(zip(head.split(" | "), row.split(" | "), strict=True))
     evaluation = next(one["evaluation"] for one in groups["purple"] if one["model"] == "uce")
     for group, column in {
-        "retained": "retain accuracy %",
-        "unseen": "accuracy on unseen concepts %",
-        "neighbours": "accuracy on neighbours %",
+        "retained": "accuracy of the color: retained %",
+        "unseen": "unseen concepts %",
+        "neighbours": "neighbours %",
     }.items():
         wanted = common.results({"evaluation": evaluation}, "accuracy_color", group)
         assert wanted is not None
@@ -149,6 +170,21 @@ def test_the_table_of_models_has_the_accuracy_of_every_group_beside_the_concept(
     kept = {name for name, group in evaluation["protocol"]["groups"].items() if "n" in group}
     assert kept == {"direct", "synonyms", "retained", "unseen", "neighbours"}
     assert "neighbours" not in rendering.model_table(groups["heart"])  # its suite has none
+
+
+def test_a_rate_of_images_has_the_training_seed_as_its_unit() -> None:
+    """The neighbours of purple, of three trainings: Wilson's interval over images is narrower."""
+    groups = statistics.evaluations(statistics.by_concept(Results(STUDY))["purple"])
+    runs = groups["munba_lora"]
+    rate = statistics.image_rate(runs, "accuracy_color", "neighbours")
+    pooled = common.pool(list(runs), "accuracy_color", "neighbours")
+    assert rate is not None
+    assert pooled is not None
+    assert rate.value == pytest.approx(pooled.value)
+    assert rate.low < pooled.low - 0.05
+    assert rate.high <= 1.0
+    single = statistics.image_rate(groups["uce"], "accuracy_color", "neighbours")
+    assert single == common.pool(list(groups["uce"]), "accuracy_color", "neighbours")
 
 
 def test_the_p_value_over_seeds_belongs_to_the_interval() -> None:
@@ -293,10 +329,13 @@ def test_the_table_of_side_effects_has_every_stated_attribute() -> None:
 
 
 def test_settings_are_counted_only_where_the_recipe_has_the_chosen_one() -> None:
-    """UCE has the setting of its code. The leaderboard chose another."""
+    """UCE has the setting of its code. The leaderboard chose another. The configuration states the
+    numbers of other studies.
+    """
     study = yaml.safe_load((ROOT / "studies" / "configs" / f"{STUDY}.yaml").read_text())
     tried = rendering.settings_tried(dict(Results(STUDY)), study)
-    assert (tried["munba_lora"], tried["munba_uce"], tried["uce"]) == (4, 4, 0)
+    assert (tried["munba_lora"], tried["munba"]) == (43, 10)
+    assert (tried["munba_uce"], tried["uce"]) == (4, 0)
 
 
 def test_raw_success_and_excess_rank_the_erasures_of_a_concept_alike() -> None:
@@ -355,7 +394,12 @@ def test_rules_are_compared_over_seeds_with_one_correction_for_the_table() -> No
         ["completion", "SAME"],
     ]
     assert rows[0][2].startswith("58.3 [")
-    assert float(rows[0][4]) == pytest.approx(4 * float(rows[0][3]), abs=0.02)  # of four rows
+    interval = difference_of_seeds(
+        *([np.repeat([1.0, 0.0], (k, 20 - k)) for k in hits[name]] for name in ("worse", "sum")),
+        paired=True,
+    )
+    assert float(rows[0][3]) == pytest.approx(statistics.p_of_seeds(interval), abs=0.001)
+    assert float(rows[0][4]) == pytest.approx(4 * float(rows[0][3]), abs=0.003)  # of four rows
     assert rows[0][5] == "no"
     assert rows[1][2:] == ["0.0 (all alike)", "-", "-", "all alike"]
     assert rendering.comparison_table(contents[:4], "sum") == ""  # two seeds

@@ -35,8 +35,8 @@ from concept_eraser.utils.progress import Progress, silent
 NAME = "cascade"  # in place of the attack's name in attack.json
 CONTROL = "control"
 # The cascade that `--cascade default` runs: controls, then attacks from cheap to strong. Attacks
-# that begin with an image of the concept are left out: a model that never learned the concept
-# completes such an image too.
+# without text are left out. Most begin with an image of the concept, which a model that never
+# learned the concept completes too. Noise search, noise gradient and classifier guidance take long.
 DEFAULT = (
     "random_tokens",
     "seed_search",
