@@ -13,6 +13,7 @@ the distance of each full model from one that never learned the concept.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -29,6 +30,7 @@ from concept_eraser.evaluation.retraining import (
     mean_with_interval,
     predict_group,
 )
+from concept_eraser.evaluation.suite import PromptEvaluation
 from concept_eraser.models.base import Model
 from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
@@ -71,6 +73,21 @@ def distances(suite: suites.Suite, group: str, models: Mapping[str, Model]) -> l
     ]
 
 
+def drawn(evaluation: PromptEvaluation) -> dict[str, dict[str, int]]:
+    """Return what the evaluated model draws for the prompts of the concept.
+
+    Returns:
+        For each group of prompts of the concept, the number of images by the judge's value of the
+        concept's attribute, the most frequent first. The value is "none" where no object is seen.
+    """
+    (attribute,) = evaluation.suite.concept
+    counts: dict[str, Counter[str]] = {}
+    for row in evaluation.outcomes:
+        if row["stage"] == "after" and row["role"] == "forget":
+            counts.setdefault(row["group"], Counter())[row[f"predicted_{attribute}"]] += 1
+    return {group: dict(counter.most_common()) for group, counter in counts.items()}
+
+
 def measure(study: Mapping[str, Any], concept: str) -> Content:
     """Return the numbers and the distances of all models on the suite of a concept.
 
@@ -82,13 +99,14 @@ def measure(study: Mapping[str, Any], concept: str) -> Content:
     sources = {**study["full_models"], NEVER_LEARNED: case["control"]}
     models = {name: api.load(source) for name, source in sources.items()}
     first, *others = sources
+    evaluations = {name: api.evaluate(models[name], suite, before=models[first]) for name in others}
     return {
         "concept": concept,
         "sources": sources,
         "results": {  # each beside the first model
-            name: api.evaluate(models[name], suite, before=models[first]).as_dict()["results"]
-            for name in others
+            name: evaluation.as_dict()["results"] for name, evaluation in evaluations.items()
         },
+        "drawn": drawn(evaluations[NEVER_LEARNED]),
         "predictions": [
             {"group": group, "pairs": distances(suite, group, models)} for group in suite.groups
         ],

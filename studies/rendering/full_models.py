@@ -35,6 +35,12 @@ def page() -> str:
             "",
             _image_table(contents),
             "",
+            "## What the models that never learned a concept draw for it",
+            "",
+            "The images by what the judge sees.",
+            "",
+            _drawn_table(contents),
+            "",
             "## Noise predictions",
             "",
             "The mean squared difference of two models' predictions, times 1000. A mean over "
@@ -74,6 +80,15 @@ def _image_table(contents: Mapping[str, Content]) -> str:
                     f"{100 * (max(full) - min(full)):.1f}",
                 ]
             )
+    return table(rows)
+
+
+def _drawn_table(contents: Mapping[str, Content]) -> str:
+    rows = [["suite", "prompts", "images", "drawn"]]
+    for concept, content in contents.items():
+        for group, counts in content["drawn"].items():
+            values = ", ".join(f"{value} {count}" for value, count in counts.items())
+            rows.append([concept, group, str(sum(counts.values())), values])
     return table(rows)
 
 

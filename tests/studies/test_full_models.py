@@ -61,7 +61,11 @@ def test_a_copy_has_no_distance_and_the_page_has_all_pairs(
         assert distances["seed 1", "never learned"]["value"] == 0
         assert distances["seed 0", "seed 1"]["n"] == 3
     assert set(content["results"]) == {"seed 1", "seed 2", "never learned"}
+    assert sum(content["drawn"]["direct"].values()) == 3
+    assert set(content["drawn"]) == {"direct"}  # of the concept's prompts only
     page = rendering.page()
+    value, count = next(iter(content["drawn"]["direct"].items()))
+    assert f"| heart | direct | 3 | {value} {count}" in page
     assert "| heart | direct | concept rate |" in page
     star = 1000 * distances["seed 1", "seed 2"]["value"]  # of the last group
     assert f"| {star / 2:.2f} (0.00 to {star:.2f}) |" in page
