@@ -128,7 +128,8 @@ def _require_same_inputs(folder: Path, recipe: Recipe) -> None:
 def edited_input(folder: Path, recipe: Recipe) -> str:
     """Return the first file that was edited since a run began, with its key, or "".
 
-    These are files of prompts, of indices, and of data (.npz). Folders of images are not compared.
+    These are files of prompts, of indices, and of data (.npz), and folders of images. A folder is
+    compared by the names and sizes of its files.
 
     Raises UserError if such a file cannot be read.
     """
@@ -142,26 +143,39 @@ def edited_input(folder: Path, recipe: Recipe) -> str:
             return f"{spec.prompts} ({name})"
     hashes = _recorded(folder, "files")
     for key, path in _data_files(recipe).items():
-        if key in hashes and hashes[key] != file_hash(path):
+        if key in hashes and hashes[key] != _input_hash(path):
             return f"{path} ({key})"
     return ""
 
 
 def _data_files(recipe: Recipe) -> dict[str, Path]:
-    """Return the files of indices and of arrays that a recipe reads, by its keys."""
+    """Return the files of indices and of arrays, and the folders of images, that a recipe reads.
+
+    They are by its keys.
+    """
     sections: dict[str, Any] = dict(recipe.objective_specs)
     if recipe.rewinding is not None:
         sections["rewinding"] = recipe.rewinding
     texts = {
-        f"{name}.{key}": getattr(section, key)
+        f"{name}.{key}": getattr(section, key, None)
         for name, section in sections.items()
-        for key in ("data", "indices")
+        for key in ("data", "indices", "images")
     }
     return {
         key: Path(text)
         for key, text in texts.items()
-        if isinstance(text, str) and os.path.isfile(text)
+        if isinstance(text, str) and os.path.exists(text)
     }
+
+
+def _input_hash(path: Path) -> str:
+    """Return a hash of a file's content, or of the names and sizes of the files in a folder."""
+    if path.is_file():
+        return file_hash(path)
+    files = (file for file in sorted(path.rglob("*")) if file.is_file())
+    return provenance.fingerprint(
+        [[file.relative_to(path).as_posix(), file.stat().st_size] for file in files]
+    )
 
 
 def _recorded(folder: Path, key: str) -> dict[str, Any]:
@@ -222,7 +236,7 @@ def join(recipe: Recipe) -> bool:
 
 def describe_start(recipe: Recipe) -> dict[str, Any]:
     """Return the content of environment.json. Raises UserError if a prompt set cannot be read."""
-    files = {key: file_hash(path) for key, path in _data_files(recipe).items()}
+    files = {key: _input_hash(path) for key, path in _data_files(recipe).items()}
     return {**provenance.describe(), "prompts": describe_prompts(recipe), "files": files}
 
 

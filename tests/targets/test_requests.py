@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from concept_eraser import api
@@ -294,6 +295,32 @@ def test_numbered_classes_that_are_no_outputs_are_refused(tmp_path: Path) -> Non
             method="munba",
             output=tmp_path,
         )
+
+
+def test_a_folder_with_another_image_is_no_finished_run(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for i in range(2):
+            Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / name / f"{i}.png")
+
+    def forget() -> None:
+        api.erase(
+            model=nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 2)),
+            target="classifier",
+            forget={"data": str(folder), "classes": ["cat"], "loss": "relabel"},
+            retain="rest",
+            method="munba",
+            training={**SHORT, "steps": 1},
+            output=tmp_path / "run",
+        )
+
+    forget()
+    with pytest.raises(UserError, match="holds a finished run on an object in memory"):
+        forget()
+    Image.new("RGB", (8, 8)).save(folder / "cat" / "2.png")
+    with pytest.raises(UserError, match=r"other prompts or data: .*photos \(forget.data\)"):
+        forget()
 
 
 def test_another_request_is_no_finished_run(tmp_path: Path) -> None:
