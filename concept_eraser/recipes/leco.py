@@ -15,6 +15,9 @@ gradient is the mean of theirs, since
     sum_i w_i ||e - m_i||^2 = W ||e - m||^2 + constant,    W = sum_i w_i,   m = sum_i w_i m_i / W.
 
 LECO trains one entry in each step, at random; here the objectives take turns (`concepts: rotate`).
+The retain objective is in every step. Its `scale` gives its prompts the share of LECO's steps:
+
+    scale = sum of their weights x (number of prompts / number of entries) / number of turns.
 
 Differences: LECO's code applies `training_method` to the names of whole attention blocks, so that
 `selfattn` and `xattn` select no layer there, and `noxattn` selects all. Here they select the layers
@@ -221,10 +224,16 @@ def _objectives(draft: _Draft, entries: Sequence[LecoEntry]) -> None:
     draft.content["forget"] = objectives if len(objectives) > 1 else objectives[0]
     if len(objectives) > 1:
         draft.content["concepts"] = "rotate"
-    _retain(draft, retained)
+    turns = 1 if draft.changes.get("concepts") == "together" else len(objectives)
+    weights = [sum(entry.weight for entry in groups[prompt]) for prompt in retained]
+    if max(weights, default=0.0) > min(weights, default=0.0):
+        draft.warnings.append(
+            "weight: the prompts to preserve are one objective, so each has their mean weight"
+        )
+    _retain(draft, retained, scale=sum(weights) * len(groups) / len(trained) / turns)
 
 
-def _retain(draft: _Draft, prompts: Sequence[str]) -> None:
+def _retain(draft: _Draft, prompts: Sequence[str], scale: float) -> None:
     """Add the retain objective and the method."""
     if draft.is_set("retain"):
         if prompts:
@@ -240,6 +249,8 @@ def _retain(draft: _Draft, prompts: Sequence[str]) -> None:
             "images": "free",
             "n": len(prompts),
         }
+        if abs(scale - 1) > 1e-9:
+            draft.content["retain"]["scale"] = scale
         draft.content["method"] = {"name": "weighted"}
     else:
         draft.content["method"] = {"name": "weighted", "retain": 0.0}

@@ -173,7 +173,8 @@ def test_the_forms_of_sd_scripts(tmp_path: Path) -> None:
         {"prompts": ["a"], "loss": "esd", "eta": 2.0, **DATA_FREE, "scale": 0.5},
         {"prompts": ["b"], "loss": "esd", "eta": 3.0, **DATA_FREE, "scale": 1.5},
     ]
-    assert content["retain"] == {"prompts": ["c"], "loss": "distill", **DATA_FREE}
+    retain = {"prompts": ["c"], "loss": "distill", **DATA_FREE, "scale": 0.25}
+    assert content["retain"] == retain
     assert content["method"] == {"name": "weighted"}
     assert content["concepts"] == "rotate"
     recipes.load(content)
@@ -205,6 +206,61 @@ def test_the_forms_of_sd_scripts(tmp_path: Path) -> None:
     assert forgotten(several)["mixture"] == pytest.approx(
         {"": 4 / 3, "studio photo": 1 / 3, "cinematic": 1 / 3, "bad": -1.0}
     )
+
+
+def preserved(prompt: str, weight: float) -> dict[str, Any]:
+    return {
+        "target": prompt,
+        "positive": prompt,
+        "unconditional": prompt,
+        "neutral": prompt,
+        "weight": weight,
+    }
+
+
+@pytest.mark.parametrize(
+    ("entries", "retained"),
+    [
+        ([{"target": "a"}, preserved("x", 1.0)], 1.0),
+        ([*({"target": name} for name in "abc"), preserved("x", 5.0)], 5 / 3),
+        (
+            [
+                {"target": "a", "weight": 2.0},
+                {"target": "a", "weight": 0.5, "guidance_scale": 2.0},
+                {"target": "b"},
+                preserved("x", 3.0),
+                preserved("y", 3.0),
+            ],
+            2.4,
+        ),
+    ],
+)
+def test_each_prompt_has_lecos_share_of_the_gradient(
+    entries: list[dict[str, Any]], retained: float, tmp_path: Path
+) -> None:
+    """LECO draws entries alike. Here one forget prompt is in each step, and the retain objective."""
+    path = write(tmp_path, entries)
+    content = leco.load(path).content
+    assert content["retain"].get("scale", 1.0) == pytest.approx(retained)
+    forget = content["forget"] if isinstance(content["forget"], list) else [content["forget"]]
+    means = {one["prompts"][0]: one.get("scale", 1.0) / len(forget) for one in forget}
+    kept = content["retain"]["prompts"]
+    means |= {prompt: content["retain"].get("scale", 1.0) / len(kept) for prompt in kept}
+    expected: dict[str, float] = {}
+    for one in entries:
+        expected[one["target"]] = expected.get(one["target"], 0.0) + one.get("weight", 1.0)
+    shares = {prompt: mean / sum(means.values()) for prompt, mean in means.items()}
+    total = sum(expected.values())
+    assert shares == pytest.approx({prompt: one / total for prompt, one in expected.items()})
+    recipes.load(content)
+    together = leco.load(path, ["concepts=together"]).content["retain"].get("scale", 1.0)
+    assert together == pytest.approx(retained * len(forget)), "all forget prompts are in each step"
+
+
+def test_prompts_to_preserve_have_their_mean_weight(tmp_path: Path) -> None:
+    result = leco.load(write(tmp_path, [{"target": "a"}, preserved("x", 1.0), preserved("y", 3.0)]))
+    assert result.content["retain"]["scale"] == 4.0
+    assert any(line.startswith("weight: the prompts to preserve") for line in result.warnings)
 
 
 ONE = {"target": "a"}
