@@ -107,14 +107,15 @@ def write(
         _require_finite(written_factors)
         rounding = _rounding(scaled_factors, written_factors)
     header |= _notes(request, result, rounding)
-    if request.naming in lora_names.KOHYA_FORMAT:
-        header |= lora_metadata.description(
-            model,
-            place.stem,
-            _comment(source, result, request.strength),
-            tags="concept erasure",
-            usage=_usage(request.strength),
-        )
+    is_kohyas = request.naming in lora_names.KOHYA_FORMAT
+    describe = lora_metadata.description if is_kohyas else lora_metadata.specification
+    header |= describe(
+        model,
+        place.stem,
+        _comment(source, result, request.strength),
+        tags="concept erasure",
+        usage=_usage(request.strength),
+    )
     write_file(place, lambda path: lora_files.write(tensors, header, path))
     return LoraFile(
         rank=max(one.rank for one in result.factors),

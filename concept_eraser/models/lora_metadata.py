@@ -1,6 +1,7 @@
-"""The header of a LoRA file in kohya's naming, as sd-scripts writes it.
+"""The header of a LoRA file, as sd-scripts writes it.
 
-Only keys whose meaning was read are written (kohya-ss/sd-scripts 48d368f):
+A file in kohya's naming or in musubi-tuner's has all keys, a file in other namings those of
+`modelspec`. Only keys whose meaning was read are written (kohya-ss/sd-scripts 48d368f):
 
 * `ss_network_module`, `ss_network_dim`, `ss_network_alpha`, `ss_network_args`, `ss_v2`,
   `ss_base_model_version`: networks/extract_lora_from_models.py, lines 242-255;
@@ -10,19 +11,22 @@ Only keys whose meaning was read are written (kohya-ss/sd-scripts 48d368f):
 * `ss_output_name`, `ss_training_comment`, `ss_sd_model_name`, `ss_new_sd_model_hash`:
   train_network.py, lines 1006, 1038 and 1206-1213
 * `sshs_model_hash`: library/train_util.py, lines 3259-3299
-* `modelspec.*`: library/sai_model_spec.py, lines 20-65, 193-269 and 316-346
+* `modelspec.*`: library/sai_model_spec.py, lines 20-65, 193-269 and 316-346. The three versions of
+  Stable Diffusion 3 by their layers: library/sd3_utils.py, lines 53-60
 
 Those of Z-Image, Qwen-Image and Flux.2 are kohya-ss/musubi-tuner's (30c658c): src/musubi_tuner/
 networks/, dataset/architectures.py, lines 10-27, training/trainer_base.py, lines 72-84 and
 1835-1887, flux_2/flux2_models.py, lines 42-60, and utils/sai_model_spec.py, lines 50-114 and
 148-312. It writes no `ss_v2`, and an older version of the specification.
 
-Both programs write more keys, which are left out here:
+A model of no known version, such as PixArt, Sana or the bundled one, has only the keys of
+`modelspec` that need no architecture. Both programs write more keys, which are left out here:
 
 * `modelspec.date`, so that the same export gives the same bytes
 * `modelspec.implementation_version`: it names a commit of sd-scripts
 * `sshs_legacy_hash` and `ss_sd_model_hash`: old hashes of a part of a file
 * the settings of their training, such as `ss_learning_rate`
+* `modelspec.prediction_type` of Stable Diffusion 3: sd-scripts writes `epsilon`, and it is a flow
 
 The resolution of Flux.2 is 1024x1024 here. musubi-tuner writes 1280x720 as a placeholder.
 
@@ -68,6 +72,9 @@ _ARCHITECTURES = {
     "sd_v2": "stable-diffusion-v2-512",
     "sd_v2_v": "stable-diffusion-v2-768-v",
     "sdxl_base_v1-0": "stable-diffusion-xl-v1-base",
+    "sd3_medium": "stable-diffusion-3-medium",
+    "sd3_5-medium": "stable-diffusion-3-5-medium",
+    "sd3_5-large": "stable-diffusion-3-5-large",
     "flux_2_klein_4b": "Flux.2-klein-4b",
     "flux_2_klein_9b": "Flux.2-klein-9b",
     "z_image": "Z-Image",
@@ -81,7 +88,7 @@ _VERSIONS = {  # of families with one version
 }
 # by the numbers of double and single blocks
 _KLEINS: dict[Any, str] = {(5, 20): "flux_2_klein_4b", (8, 24): "flux_2_klein_9b"}
-_OF_SD_SCRIPTS = ("sd", "sdxl", "flux")  # the others are musubi-tuner's
+_OF_SD_SCRIPTS = ("sd", "sdxl", "sd3", "flux")  # the others are musubi-tuner's
 _SIDES = {"sd_v2_v": 768, "qwen_image": 1328}  # in pixels; the others of sd have 512
 
 
@@ -106,6 +113,19 @@ def base_version(model: Loaded) -> str | None:
 def _prediction(model: Loaded) -> str | None:
     scheduler = getattr(getattr(model, "pipeline", None), "scheduler", None)
     return getattr(getattr(scheduler, "config", None), "prediction_type", None)
+
+
+def _known_version(model: Loaded) -> str | None:
+    """Return the key of `_ARCHITECTURES`; None for a model of no known version.
+
+    It is sd-scripts' name of the version where there is one.
+    """
+    if model.family != "sd3":
+        return base_version(model)
+    config: Any = getattr(model.parts["denoiser"], "config", None)
+    if not getattr(config, "qk_norm", None):
+        return "sd3_medium"
+    return "sd3_5-medium" if getattr(config, "dual_attention_layers", None) else "sd3_5-large"
 
 
 def network(
@@ -179,8 +199,6 @@ def description(
 ) -> dict[str, str]:
     """Return the keys that programs show: name, comment, and the specification `modelspec`.
 
-    The specification needs the architecture, so a model of no known version has none.
-
     Args:
         model: The original model.
         title: The name of the file without its ending.
@@ -188,25 +206,40 @@ def description(
         tags: Tags, with commas between them.
         usage: A short hint.
     """
-    keys = {"ss_output_name": title, "ss_training_comment": comment}
-    version = base_version(model)
-    if version is None:
-        return keys
-    guided = getattr(getattr(model.parts["denoiser"], "config", None), "guidance_embeds", False)
-    flux = "flux-1-dev" if guided else "flux-1-schnell"
-    specification = {
-        "sai_model_spec": "1.0.1" if model.family in _OF_SD_SCRIPTS else "1.0.0",
-        "architecture": f"{_ARCHITECTURES.get(version, flux)}/lora",
-        "implementation": _IMPLEMENTATIONS.get(model.family, "diffusers"),
-        "title": title,
-        "resolution": _resolution(model.family, version),
-        "description": comment,
-        "tags": tags,
-        "usage_hint": usage,
+    return {
+        "ss_output_name": title,
+        "ss_training_comment": comment,
+        **specification(model, title, comment, tags=tags, usage=usage),
     }
-    if model.family in ("sd", "sdxl"):
-        specification["prediction_type"] = "v" if version.endswith("_v") else "epsilon"
-    return keys | {f"modelspec.{key}": value for key, value in specification.items()}
+
+
+def specification(
+    model: Loaded, title: str, comment: str, *, tags: str, usage: str
+) -> dict[str, str]:
+    """Return the keys of `modelspec`, which do not depend on the names of the layers.
+
+    Args:
+        model: The original model. One of no known version has no architecture, and so none of the
+            keys that go with it.
+        title: The name of the file without its ending.
+        comment: What the LoRA does.
+        tags: Tags, with commas between them.
+        usage: A short hint.
+    """
+    keys = {"title": title, "description": comment, "tags": tags, "usage_hint": usage}
+    version = _known_version(model)
+    if version is not None:
+        guided = getattr(getattr(model.parts["denoiser"], "config", None), "guidance_embeds", False)
+        flux = "flux-1-dev" if guided else "flux-1-schnell"
+        keys |= {
+            "sai_model_spec": "1.0.1" if model.family in _OF_SD_SCRIPTS else "1.0.0",
+            "architecture": f"{_ARCHITECTURES.get(version, flux)}/lora",
+            "implementation": _IMPLEMENTATIONS.get(model.family, "diffusers"),
+            "resolution": _resolution(model.family, version),
+        }
+        if model.family in ("sd", "sdxl"):
+            keys["prediction_type"] = "v" if _prediction(model) == "v_prediction" else "epsilon"
+    return {f"modelspec.{key}": value for key, value in keys.items()}
 
 
 def _resolution(family: str, version: str) -> str:

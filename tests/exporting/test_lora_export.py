@@ -364,7 +364,23 @@ def test_the_header_of_a_file_in_kohyas_naming(
     }
     assert header["ss_network_dim"] == str(RANK)
     assert "/" not in header["ss_sd_model_name"]
-    assert not any(name.startswith("modelspec.") for name in header), "it has no known architecture"
+    specified = {"title", "description", "tags", "usage_hint"}
+    assert {name.partition(".")[2] for name in header if name.startswith("modelspec.")} == specified
+    assert header["modelspec.title"] == "no_star", "the bundled model has no known architecture"
+
+
+def test_other_namings_have_the_specification(lora: Path, tmp_path: Path, shared_tiny: Any) -> None:
+    """Title, comment and tags are beside peft's settings, and no key of kohya's naming."""
+    files = [tmp_path / name / "no_star.safetensors" for name in ("a", "b")]
+    for file in files:
+        formats.export(lora, "lora", before=shared_tiny, output=file)
+    assert files[0].read_bytes() == files[1].read_bytes(), "the same export gives the same bytes"
+    header = header_of(files[0])
+    assert header["modelspec.title"] == "no_star"
+    assert header["modelspec.tags"] == "concept erasure"
+    assert header["modelspec.description"].startswith("concept_eraser ")
+    assert "unet.lora_alpha" in json.loads(header["lora_adapter_metadata"])
+    assert not any(name.startswith(("ss_", "sshs_")) for name in header)
 
 
 def test_the_header_has_no_path_of_a_file_on_its_base(
@@ -414,6 +430,13 @@ def model_of(
             "stable-diffusion-xl-v1-base/lora",
             "1024x1024",
         ),
+        (
+            model_of("sdxl", 2048, "v_prediction"),
+            "sdxl_base_v1-0",
+            "False",
+            "stable-diffusion-xl-v1-base/lora",
+            "1024x1024",
+        ),
         (model_of("flux", guided=True), "flux1", "False", "flux-1-dev/lora", "1024x1024"),
         (model_of("flux"), "flux1", "False", "flux-1-schnell/lora", "1024x1024"),
     ],
@@ -433,7 +456,42 @@ def test_managers_see_the_version_of_the_base_model(
     assert shown["modelspec.resolution"] == resolution
     assert shown["modelspec.title"] == shown["ss_output_name"] == "no_star"
     assert shown["modelspec.sai_model_spec"] == "1.0.1"
-    assert ("modelspec.prediction_type" in shown) is not flux
+    prediction = model.pipeline.scheduler.config.prediction_type
+    kind = None if flux else {"epsilon": "epsilon", "v_prediction": "v"}[prediction]
+    assert shown.get("modelspec.prediction_type") == kind
+
+
+@pytest.mark.parametrize(
+    ("norm", "dual_layers", "architecture"),
+    [
+        (None, (), "stable-diffusion-3-medium/lora"),
+        ("rms_norm", (0, 1), "stable-diffusion-3-5-medium/lora"),
+        ("rms_norm", (), "stable-diffusion-3-5-large/lora"),
+    ],
+)
+def test_managers_see_the_version_of_stable_diffusion_3(
+    norm: str | None, dual_layers: tuple[int, ...], architecture: str
+) -> None:
+    """The words are those of sd-scripts. It has no file in kohya's naming here."""
+    model = model_of("sd3")
+    config = model.parts["denoiser"].config
+    config.qk_norm, config.dual_attention_layers = norm, dual_layers
+    shown = lora_metadata.specification(model, "no_star", "forgets star", tags="a", usage="1")
+    assert shown["modelspec.architecture"] == architecture
+    assert shown["modelspec.resolution"] == "1024x1024"
+    assert shown["modelspec.implementation"] == "diffusers"
+    assert "modelspec.prediction_type" not in shown, "it is a flow"
+
+
+@pytest.mark.parametrize("family", ["pixart", "sana"])
+def test_families_without_a_known_architecture_have_a_title(family: str) -> None:
+    shown = lora_metadata.specification(model_of(family), "no_star", "c", tags="a", usage="1")
+    assert shown == {
+        "modelspec.title": "no_star",
+        "modelspec.description": "c",
+        "modelspec.tags": "a",
+        "modelspec.usage_hint": "1",
+    }
 
 
 @pytest.mark.parametrize(
