@@ -10,6 +10,7 @@ counts all tensors that changed, also those that a LoRA cannot hold (biases, nor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -161,9 +162,15 @@ def approximate(
             if best_rank
             else "cannot hold this change"
         )
+        needed = errors[best_rank or widest]
+        advice = ["export --to diffusers"]
+        if widest and needed < 1:
+            advice.insert(0, f"--max-error {math.ceil(100 * needed) / 100:g}")
+        if least_rank:
+            advice.insert(0, f"--rank {least_rank}")
         raise UserError(
-            f"a LoRA {request}, more than --max-error {max_error:g}; {hint}. Allow more "
-            "with --max-error, or export --to diffusers"
+            f"a LoRA {request}, more than --max-error {max_error:g}; {hint}. Give "
+            f"{' or '.join(advice)}"
         )
     pairs: dict[str, dict[str, Pair]] = {}
     for (part, layer), spectrum in spectra.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,29 @@ def test_a_lower_rank_is_the_svd_of_the_product(
     if to == "kohya":
         assert header["ss_network_dim"] == "2"
         assert header["ss_training_comment"].startswith("dimension is resized from 6 to 2; ")
+
+
+def test_the_error_of_a_rank_states_what_is_possible(
+    lora: Path, tmp_path: Path, shared_tiny: Any
+) -> None:
+    """Both the rank and the largest error that the message names are accepted."""
+
+    def export(name: str, **options: Any) -> Any:
+        place = tmp_path / f"{name}.safetensors"
+        return formats.export(lora, "kohya", before=shared_tiny, output=place, **options)
+
+    with pytest.raises(UserError, match=r"of rank 1 leaves 0\.\d{3} of the change") as error:
+        export("a", rank=1)
+    advice = re.search(
+        r"Give --rank (\d+) or --max-error (0\.\d+) or export --to diffusers$", str(error.value)
+    )
+    assert advice is not None, error.value
+    rank, max_error = int(advice[1]), float(advice[2])
+    assert export("b", rank=rank).error <= 0.2
+    with pytest.raises(UserError):
+        export("c", rank=rank - 1)
+    allowed = export("d", rank=1, max_error=max_error)
+    assert max_error - 0.01 <= allowed.error <= max_error
 
 
 def test_a_rank_that_suffices_keeps_the_factors(
