@@ -149,6 +149,7 @@ def _weights(recipe: Any, model: Any) -> str:
             f"trains a gate of {gate_edit.count(recipe, parameters, names):,} numbers on "
             f"{len(names)} layers, beside {total:,} weights"
         )
+    whole, half = (file_megabytes(recipe, part, dtype) for dtype in ("fp32", "fp16"))
     adapter = add_adapter(recipe, part, names)
     if adapter is None:
         return f"trains {count:,} of {total:,} weights in {len(names)} tensors"
@@ -156,7 +157,6 @@ def _weights(recipe: Any, model: Any) -> str:
         sum(part.get_parameter(name).numel() for name in adapter.tensors),
         len(adapter.layers),
     )
-    whole, half = (file_megabytes(adapter, dtype) for dtype in ("fp32", "fp16"))
     adapter.remove()
     return (
         f"trains a LoRA of {lora_count:,} numbers on {layers} layers, beside {total:,} weights; "

@@ -16,6 +16,7 @@ from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.recipes import defaults, overrides
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_text
+from concept_eraser.targets.adapter import file_megabytes
 from concept_eraser.utils import distributed
 from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError, names_text
@@ -199,7 +200,9 @@ def announce(
     progress: Progress,
     cache: Path | None,
 ) -> None:
-    """Give the lines of a plan, and count each concept in images of the original.
+    """Give the lines of a plan and the size of the LoRA, and count each concept in images.
+
+    The images are those of the original.
 
     notify: called with each line. None: the lines are logged, and a rare concept is a warning.
     """
@@ -214,6 +217,9 @@ def announce(
 
     for line in plan.lines():
         say(line)
+    size = file_megabytes(job, model.parts[job.target])
+    if size is not None and job.trainable.lora is not None:
+        say(f"LoRA:     rank {job.trainable.lora.rank}, a file of about {size:.3g} MB in fp32")
     files = ", ".join(str(folder / name) for name in ("recipe.yaml", *plan.suites))
     again = shell_command("erase", folder / "recipe.yaml", "--output", f"{folder}_again")
     say(f"files:    {files}; repeat with: {again}")

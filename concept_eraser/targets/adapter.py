@@ -10,6 +10,7 @@ from torch import nn
 from concept_eraser.models.lora import Adapter, layers_of
 from concept_eraser.models.lora_files import file_bytes
 from concept_eraser.recipes.recipe import Recipe
+from concept_eraser.recipes.selections import select
 from concept_eraser.utils.provenance import derive_seed
 
 
@@ -35,11 +36,28 @@ def add_adapter(recipe: Recipe, part: nn.Module, selected_names: Sequence[str]) 
     return Adapter(part, layers, rank=lora.rank, alpha=lora.alpha, seed=seed)
 
 
-def file_megabytes(adapter: Adapter, dtype: str = "fp32") -> float:
-    """Return the size of the adapter's file, in 10^6 bytes. dtype: one of lora_files.DTYPES."""
-    tensors = adapter.tensors
-    numbers = sum(adapter.module.get_parameter(name).numel() for name in tensors)
-    return file_bytes(numbers, len(tensors), dtype) / 1e6
+def file_megabytes(recipe: Recipe, part: nn.Module, dtype: str = "fp32") -> float | None:
+    """Return the size of the LoRA file that a recipe will write, in 10^6 bytes.
+
+    Args:
+        recipe: The erasing job.
+        part: The module that will be trained, without the LoRA.
+        dtype: The numbers of the file, one of lora_files.DTYPES.
+
+    Returns:
+        The size, counted from the shapes of the layers; None if the recipe trains no LoRA.
+
+    Raises:
+        UserError: None of the selected tensors belongs to a layer that can have a LoRA.
+    """
+    lora = recipe.trainable.lora
+    if lora is None or recipe.method.adds_gate:
+        return None
+    names = select(dict(part.named_parameters()), recipe.trainable.select)
+    layers = layers_of(part, names, conv=lora.conv)
+    shapes = [part.get_parameter(f"{layer}.weight").shape for layer in layers]
+    numbers = sum(lora.rank * (shape.numel() // shape[0] + shape[0]) for shape in shapes)
+    return file_bytes(numbers, 2 * len(layers), dtype) / 1e6
 
 
 @contextmanager

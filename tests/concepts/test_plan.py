@@ -246,6 +246,8 @@ def test_a_concept_that_the_original_rarely_generates_is_a_warning(
         progress=silent,
         cache=None,
     )
+    sizes = [line for line in caplog.messages if line.startswith("LoRA:")]
+    assert sizes == ["LoRA:     rank 64, a file of about 10.9 MB in fp32"], "docs/how_to/lora.md"
     last = caplog.records[-1]
     assert (last.levelname, f"in {count} of 8 images" in last.getMessage()) == (level, True)
     assert ("will change little" in last.getMessage()) == (level == "WARNING")
