@@ -28,8 +28,8 @@ TOLERANCE = 0.5  # of the budget's seconds: those of a step depend on what else 
 def timed_table(study: str, task: str) -> str:
     """Return the table of runs with equal seconds.
 
-    It includes reported runs that took these seconds within a tenth. A sentence names the methods
-    that were not run with these seconds.
+    It includes reported runs that took these seconds within a tenth. Sentences name the methods
+    that were not run with these seconds, and those that have no training steps to change.
     """
     how = leaderboard_of(study).get("time")
     if how is None:
@@ -58,14 +58,17 @@ def timed_table(study: str, task: str) -> str:
         row(run, attacks, names)
         for run, attacks in sorted(attacked_runs, key=lambda pair: order([pair[0]], pair[1], names))
     ]
-    sentence = (
-        f"\n\nNot run with these seconds yet: {'; '.join(run['label'] for run in pending)}."
-        if pending
-        else ""
+    sentences = "".join(
+        f"\n\n{reason}: {'; '.join(run['label'] for run in runs_of_reason)}."
+        for reason, runs_of_reason in (
+            ("Not run with these seconds, since they train without steps", edits(study, task, how)),
+            ("Not run with these seconds yet", pending),
+        )
+        if runs_of_reason
     )
     return (
         f"Methods with the training seconds of {how['like']} (training seed "
-        f"{', '.join(map(str, how['seeds']))}):\n\n{table([head, *rows])}{sentence}"
+        f"{', '.join(map(str, how['seeds']))}):\n\n{table([head, *rows])}{sentences}"
     )
 
 
@@ -116,6 +119,20 @@ def others(
     ]
     near = [run for run, other in zip(other_runs, steps, strict=True) if other is None]
     return near, [run for run, other in zip(other_runs, steps, strict=True) if other is not None]
+
+
+def edits(study: str, task: str, how: Run) -> Runs:
+    """Return the reported runs that have no training steps: closed forms and CPE's gate.
+
+    Methods at inference and the control that never learned are not among them.
+    """
+    return [
+        run
+        for runs in reports(study).values()
+        for run in runs
+        if run["task"] == task and run["seed"] in how["seeds"] and "edit" in run["run"]
+        if not run["run"].get("steps")
+    ]
 
 
 def attacks_on(run: Run, attacks: dict[str, AttackRuns]) -> AttackRuns:

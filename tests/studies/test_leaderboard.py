@@ -872,6 +872,11 @@ def test_equal_seconds_are_reported_for_the_reported_setting_only(
         "Not run with these seconds yet: SLOW."
     )
     del leaderboard_of_two["star_slow_seed0"]
+    for name in ("cpe", "sld"):  # SLD is at inference, so it trains nothing
+        leaderboard_of_two[f"star_{name}_seed0"] = TABLE[f"star_{name}_seed0"]
+    assert equal_seconds.timed_table("tiny_leaderboard", "star").endswith(
+        "|\n\nNot run with these seconds, since they train without steps: CPE (with its gate)."
+    )
     again["recipe"]["training"]["lr"] = 9e-9
     there["star_esd_seed0"] = again
     assert equal_seconds.timed_table("tiny_leaderboard", "star") == ""
