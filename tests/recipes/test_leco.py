@@ -238,7 +238,7 @@ def preserved(prompt: str, weight: float) -> dict[str, Any]:
 def test_each_prompt_has_lecos_share_of_the_gradient(
     entries: list[dict[str, Any]], retained: float, tmp_path: Path
 ) -> None:
-    """LECO draws entries alike. Here one forget prompt is in each step, and the retain objective."""
+    """LECO draws one entry. Here each step has one forget prompt and the retain objective."""
     path = write(tmp_path, entries)
     content = leco.load(path).content
     assert content["retain"].get("scale", 1.0) == pytest.approx(retained)
