@@ -316,7 +316,13 @@ def add_estimates(output: Path) -> None:
 def measure(
     families: list[str], jobs: list[str], batches: list[int], steps: int, device: str, output: Path
 ) -> None:
-    rows = json.loads(output.read_text())["rows"] if output.exists() else []
+    content = json.loads(output.read_text()) if output.exists() else {"rows": []}
+    rows, here = content["rows"], provenance.describe()
+    if rows and (other := content["environment"]["device"]) != here["device"]:
+        raise SystemExit(
+            f"{output} has rows of another device, {other}; this is {here['device']}; give another "
+            "file with --output"
+        )
     finished_keys = {(row["family"], row["job"], row["batch"]) for row in rows}
     pipelines: dict[str, Any] = {}
     for family, job, batch in cells(families, jobs, batches):
@@ -336,7 +342,7 @@ def measure(
         )
         write_text(
             output,
-            json.dumps({"environment": provenance.describe(), "rows": rows}, indent=1) + "\n",
+            json.dumps({"environment": here, "rows": rows}, indent=1) + "\n",
             overwrite=True,
         )
         print(f"{family}, {job}, batch {batch}: {result}", flush=True)

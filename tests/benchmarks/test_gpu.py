@@ -49,6 +49,13 @@ def test_it_is_measured_once_and_written_at_once(tmp_path: Path) -> None:
     assert [row["job"] for row in json.loads(output.read_text())["rows"]] == [
         row["job"] for row in rows
     ]
+    content = json.loads(output.read_text())
+    content["environment"]["device"] = "another card"
+    output.write_text(json.dumps(content))
+    other = Command(*options, folder=ROOT, script=script)
+    assert other.wait() == 1
+    assert "has rows of another device, another card; this is" in other.stderr
+    assert json.loads(output.read_text()) == content
 
 
 def test_the_estimates_are_close_to_what_a_gpu_took() -> None:
