@@ -87,6 +87,7 @@ class Closure(Protocol):
         size: float = 0.01,
         *,
         base: Vec | None = None,
+        of: Sequence[int] | None = None,
     ) -> Vec:
         """Return the Hessian of an objective's loss times v.
 
@@ -98,6 +99,10 @@ class Closure(Protocol):
             size: The step of the differences: params +- size v / ||v||.
             base: The objective's gradient at the present parameters, for "forward". Without it the
                 gradient is computed.
+            of: Positions in `params` of the tensors of v, which is zero elsewhere; None for all.
+
+        Returns:
+            The product, one tensor for each parameter.
 
         Raises:
             NoSecondDerivative: The product is to be exact, and a layer or the distribution of the

@@ -93,8 +93,9 @@ class Fixed:
         size: float = 0.01,
         *,
         base: Vec | None = None,
+        of: Sequence[int] | None = None,
     ) -> Vec:
-        return tuple(torch.zeros_like(part) for part in v)
+        return tuple(torch.zeros_like(part) for part in self.params)
 
 
 def closure(retain: Vec, forget: Vec, method: Method | None = None) -> Fixed:

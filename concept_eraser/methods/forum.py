@@ -383,12 +383,4 @@ def at_inner(closure: Closure, offset: Sequence[Tensor]) -> Iterator[None]:
                 variable.copy_(value)
 
 
-def only(params: Vec, positions: Sequence[int], values: Sequence[Tensor]) -> Vec:
-    """Return a Vec that is zero except at some positions."""
-    value_at = dict(zip(positions, values, strict=True))
-    return tuple(
-        value_at[i] if i in value_at else torch.zeros_like(p) for i, p in enumerate(params)
-    )
-
-
 PLUGIN = Forum

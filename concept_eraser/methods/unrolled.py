@@ -7,7 +7,8 @@ h = grad_alpha F_i(alpha, w_T):
     for t = T - 1 .. 0:   h <- h - eta (d^2 f / dalpha dw) p,   p <- p - eta (d^2 f / dw^2) p
 
 with the second derivatives at (alpha, w_t). One step of the loop is one product of the Hessian of f
-with (0, p). The T iterates w_t are stored, so the memory grows with T. FORUM's does not.
+with (0, p). The T iterates w_t are stored, so the memory grows with T. FORUM's does not. Only the
+variable w is copied and moved. alpha, which is much larger, stays where it is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser.methods.base import Closure, HessianProduct
-from concept_eraser.methods.forum import ATTACK, only
+from concept_eraser.methods.forum import ATTACK, at_inner
 from concept_eraser.methods.vectors import Vec
 
 
@@ -26,7 +27,7 @@ def iterates(closure: Closure, start: list[Tensor], steps: int, lr: float) -> li
     """Return w_0 .. w_T of the lower level, each as an offset from the present variable."""
     path = [start]
     for _ in range(steps):
-        with closure.at(only(closure.params, closure.inner, path[-1])):
+        with at_inner(closure, path[-1]):
             grads = closure.grad(ATTACK, of=closure.inner)
         path.append([o - lr * g for o, g in zip(path[-1], grads, strict=True)])
     return path
@@ -55,13 +56,13 @@ def hypergradient(
         The gradient, one tensor for each parameter and zero at the variable of the lower level, and
         the loss.
     """
-    with closure.at(only(closure.params, closure.inner, path[-1])):
+    with at_inner(closure, path[-1]):
         total = closure.grad(objective)
     loss = closure.last_loss
     back = [total[i] for i in closure.inner]
     for offset in reversed(path[:-1]):
-        with closure.at(only(closure.params, closure.inner, offset)):
-            product = closure.hvp(ATTACK, only(closure.params, closure.inner, back), hvp, size)
+        with at_inner(closure, offset):
+            product = closure.hvp(ATTACK, tuple(back), hvp, size, of=closure.inner)
         total = tuple(part - lr * change for part, change in zip(total, product, strict=True))
         back = [b - lr * product[i] for b, i in zip(back, closure.inner, strict=True)]
     gradient = tuple(

@@ -155,7 +155,7 @@ class LossClosure:
             value, gradient = ready
             self._note_loss(objective, value)
             return self._masked(gradient, range(len(self.params)))
-        params = self.params if of is None else tuple(self.params[i] for i in of)
+        params = self._listed(of)
         total: list[Tensor] | None = None
         value = torch.zeros((), device=params[0].device)
         for compute in self._pieces[objective]:
@@ -202,18 +202,28 @@ class LossClosure:
         )
 
     @contextmanager
-    def at(self, offset: Vec, factor: float = 1.0) -> Iterator[None]:
-        """Take gradients at params + factor * offset inside the context."""
-        original_values = [p.detach().clone() for p in self.params]
+    def at(
+        self, offset: Vec, factor: float = 1.0, *, of: Sequence[int] | None = None
+    ) -> Iterator[None]:
+        """Take gradients at params + factor * offset inside the context.
+
+        Only the parameters listed in `of` are copied and moved, by the tensors of `offset` in this
+        order; without it all are.
+        """
+        params = self._listed(of)
+        original_values = [p.detach().clone() for p in params]
         try:
             with torch.no_grad():
-                for parameter, by in zip(self.params, offset, strict=True):
+                for parameter, by in zip(params, offset, strict=True):
                     parameter.add_(by, alpha=factor)
             yield
         finally:
             with torch.no_grad():
-                for parameter, value in zip(self.params, original_values, strict=True):
+                for parameter, value in zip(params, original_values, strict=True):
                     parameter.copy_(value)
+
+    def _listed(self, of: Sequence[int] | None) -> Vec:
+        return self.params if of is None else tuple(self.params[i] for i in of)
 
     def hvp(
         self,
@@ -223,8 +233,12 @@ class LossClosure:
         size: float = 0.01,
         *,
         base: Vec | None = None,
+        of: Sequence[int] | None = None,
     ) -> Vec:
         """Return H v for the Hessian H of an objective's loss.
+
+        v has one tensor for each parameter, or for each parameter listed in `of`. The others are
+        zero in v, and differences neither copy nor move them.
 
         difference: ||v|| (grad(params + size u) - grad(params - size u)) / (2 size) with u = v /
         ||v||. It takes two passes, the memory of one, and any attention kernel. Its error is
@@ -236,22 +250,22 @@ class LossClosure:
         """
         length = float(norm(v))
         if length == 0:
-            return tuple(torch.zeros_like(part) for part in v)
+            return tuple(torch.zeros_like(part) for part in (v if of is None else self.params))
         if how == "exact":
-            return self._double_backward(objective, v)
+            return self._double_backward(objective, v, of)
         if how == "forward":
             # a clipped gradient is not that of the loss
             start = self._gradient(objective) if base is None or self._clip is not None else base
-            with self.at(v, size / length):
+            with self.at(v, size / length, of=of):
                 plus = list(self._gradient(objective))
             return scaled_difference(plus, start, length / size)
-        with self.at(v, size / length):
+        with self.at(v, size / length, of=of):
             plus = list(self._gradient(objective))
-        with self.at(v, -size / length):
+        with self.at(v, -size / length, of=of):
             minus = self._gradient(objective)
         return scaled_difference(plus, minus, length / (2 * size))
 
-    def _double_backward(self, objective: str, v: Vec) -> Vec:
+    def _double_backward(self, objective: str, v: Vec, of: Sequence[int] | None) -> Vec:
         if self._frees_weights:
             raise NoExactProduct(
                 "hvp: exact needs the weights of a block for the second derivative, and "
@@ -262,7 +276,7 @@ class LossClosure:
             for compute in self._pieces[objective]:
                 try:
                     gradient = torch.autograd.grad(
-                        compute(), self.params, create_graph=True, materialize_grads=True
+                        compute(), self._listed(of), create_graph=True, materialize_grads=True
                     )
                     slope = torch.stack(
                         [(g * part).sum() for g, part in zip(gradient, v, strict=True)]

@@ -15,6 +15,7 @@ from concept_eraser.methods.forum import start_inner
 from concept_eraser.methods.moml import Moml, min_norm_weights
 from concept_eraser.methods.unrolled import hypergradient, iterates
 from concept_eraser.training.closure import LossClosure
+from tests.methods.test_adversarial import Copies, large_problem
 
 FLOAT = torch.float64
 
@@ -59,6 +60,76 @@ def test_the_hypergradient_is_that_of_autograd(steps: int, hvp, tolerance: float
         assert gradient[1].tolist() == [0, 0], "the lower level's variable has no part in the step"
         assert value == pytest.approx(float(expected_loss.detach()))
     torch.testing.assert_close(omega.detach() + path[-1][0], w.detach())
+
+
+def with_full_copies(
+    closure: LossClosure, name: str, *, steps: int, lr: float, hvp
+) -> tuple[list[list[Tensor]], tuple[Tensor, ...], float]:
+    """Return the iterates and the hypergradient of `unrolled.py`, with all parameters moved."""
+
+    def wide(values: list[Tensor]) -> tuple[Tensor, ...]:
+        at = dict(zip(closure.inner, values, strict=True))
+        return tuple(at.get(i, torch.zeros_like(p)) for i, p in enumerate(closure.params))
+
+    path = [start_inner(closure, {}, warm=True)]
+    for _ in range(steps):
+        with closure.at(wide(path[-1])):
+            slopes = closure.grad("attack", of=closure.inner)
+        path.append([o - lr * slope for o, slope in zip(path[-1], slopes, strict=True)])
+    with closure.at(wide(path[-1])):
+        total = closure.grad(name)
+    value, back = closure.last_loss, [total[i] for i in closure.inner]
+    for offset in reversed(path[:-1]):
+        with closure.at(wide(offset)):
+            product = closure.hvp("attack", wide(back), hvp, 0.01)
+        total = tuple(part - lr * change for part, change in zip(total, product, strict=True))
+        back = [b - lr * product[i] for b, i in zip(back, closure.inner, strict=True)]
+    return path, total, value
+
+
+@pytest.mark.parametrize("hvp", ["exact", "difference", "forward"])
+def test_steps_and_products_copy_the_attack_alone_and_change_no_bit(hvp) -> None:
+    weights, attack, losses = large_problem()
+    before = weights.detach().clone(), attack.detach().clone()
+    expected_path, expected, value = with_full_copies(losses, "forget", steps=3, lr=0.1, hvp=hvp)
+    with Copies() as copies:
+        path = iterates(losses, start_inner(losses, {}, warm=True), 3, 0.1)
+    assert copies.numbers < weights.numel() / 10
+    with Copies() as copies:
+        gradient, loss_there = hypergradient(
+            losses, "forget", path=path, lr=0.1, hvp=hvp, size=0.01
+        )
+    assert copies.numbers < weights.numel() / 10
+    for there, here in zip(expected_path, path, strict=True):
+        assert torch.equal(there[0], here[0])
+    assert torch.equal(gradient[0], expected[0])
+    assert loss_there == value
+    assert torch.equal(weights, before[0])
+    assert torch.equal(attack, before[1])
+    with Copies() as copies:
+        with_full_copies(losses, "forget", steps=3, lr=0.1, hvp=hvp)
+    assert copies.numbers > 10 * weights.numel(), "copies of all parameters are counted"
+
+
+@pytest.mark.parametrize("hvp", ["exact", "difference"])
+def test_three_variables_of_the_lower_level_change_no_bit(hvp) -> None:
+    """Positions between others, and a gradient of zero backwards."""
+    g = torch.Generator().manual_seed(3)
+    a, b, c, d, e = (torch.randn(4, generator=g, dtype=FLOAT).requires_grad_() for _ in range(5))
+    losses = {
+        "retain": [lambda: (b.exp() * a).sum() + (d * e).sum().square() + c.pow(3).sum()],
+        "forget": [lambda: a.pow(2).sum()],
+        "attack": [
+            lambda: (b - a.tanh()).pow(4).sum() + (c * b * d).sum() + (e - c).square().sum()
+        ],
+    }
+    closure = LossClosure((a, b, c, d, e), losses, inner=[1, 2, 4])
+    for name in ("retain", "forget"):
+        path, expected, value = with_full_copies(closure, name, steps=4, lr=0.02, hvp=hvp)
+        gradient, loss_there = hypergradient(closure, name, path=path, lr=0.02, hvp=hvp, size=0.01)
+        assert all(torch.equal(gradient[i], expected[i]) for i in (0, 3))
+        assert loss_there == value
+        assert float(gradient[0].norm()) > 0
 
 
 def quadratic() -> tuple[Tensor, Tensor, LossClosure]:
