@@ -13,8 +13,13 @@ and rho_e = eta is the same step.
 FORUM compares BOME on several objectives as the sum of them (its Table 2). F is the weighted sum of
 all objectives except the attack.
 
-Deliberate differences from the authors' code (Cranial-XIX/BOME, its toy problems):
+The authors' code is Cranial-XIX/BOME. The step with phi = eta ||grad q^||^2 is in
+toy/toy_convergence.py, lines 50-81, with eta 0.5 and T 10. That with phi = eta q^ is in
+hpo/data_cleaning.py, lines 280-301. The numbers of the paper's equations were not read here.
+
+Deliberate differences from this code:
 * The code adds 1e-4 or 1e-8 to ||grad q^||^2. Here lambda is 0 where grad q^ is exactly 0.
+* phi = eta q^ is 0 where the inner steps have raised f. In the code it is negative there.
 * Sizes of steps: the weights move by the recipe's optimiser, the attack's variable by `outer_lr`.
 """
 
@@ -50,7 +55,7 @@ class Bome(Method):
     source: ClassVar[str] = "arXiv 2209.08709"
     defaults: ClassVar[Mapping[str, str]] = {
         "eta": "the authors' toy problems",
-        "barrier": "the authors' code",
+        "barrier": "the authors' toy problems (their data cleaning: gap)",
         "inner_steps": "the authors' toy problems",
         "inner_lr": "ours",
         "outer_lr": "ours",

@@ -14,13 +14,16 @@ r_t forgotten samples in a batch of b,
 
 The gradients of forgotten samples are exact at every iteration, which is cheap for a small share.
 
-Deliberate differences from the paper and its code (wuyinjun-1993/DeltaGrad):
+It is the paper's Algorithm 1, with batches. The authors' code is wuyinjun-1993/DeltaGrad,
+src/main_delete.py, `model_update_deltagrad`, lines 815-1046.
+
+Deliberate differences from the paper and this code:
 * g_t is (w_t - w_{t+1}) / eta of the record. The code stores the gradients. In single precision
   this costs digits where the steps are short.
 * Before the first batch with a forgotten sample both paths are equal, so nothing is computed.
 * Pairs without positive curvature are left out (methods/mini_unlearning.py, `lbfgs_product`).
-* A batch that is wholly forgotten leaves v where it is. The code then also skips the record of the
-  next iteration, which is an error.
+* A batch that is wholly forgotten leaves v where it is. The code then does not advance in its
+  record (line 914), so that later iterations use the records of earlier ones. That is an error.
 * The path starts at the oldest recorded iteration. Record the whole training.
 * Plain SGD only. A record with momentum is refused.
 """

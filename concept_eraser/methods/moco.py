@@ -21,7 +21,7 @@ paper's text was not read here.
 Deliberate differences from this code, and from the code that FORUM's authors compare with
 (Baijiong-Lin/FORUM, LibMTL/weighting/MoCo.py, lines 46-51):
 * The first code has the gradient of lam's objective, 2 Y^T Y lam. So its gamma is half of ours. It
-  has no rho.
+  has no rho. Its docstring has beta 0.1. The default rates here are those of FORUM's code.
 * FORUM's code applies a softmax in place of P (`simplex: softmax`).
 * FORUM's code replaces h_i by h_i / ||h_i|| times the loss (`normalize: true`). The first code does
   not.
@@ -75,13 +75,13 @@ class Moco(Method):
     title: ClassVar[str] = "MoCo: mitigating gradient bias in multi-objective learning"
     source: ClassVar[str] = "arXiv 2210.12624"
     defaults: ClassVar[Mapping[str, str]] = {
-        "beta": "the authors' code",
-        "beta_decay": "the authors' code",
-        "gamma": "the authors' code",
-        "gamma_decay": "the authors' code",
-        "rho": "the authors' code",
-        "simplex": "the paper (the authors' code: softmax)",
-        "normalize": "the paper (the authors' code: true)",
+        "beta": "FORUM's code",
+        "beta_decay": "FORUM's code",
+        "gamma": "FORUM's code",
+        "gamma_decay": "FORUM's code",
+        "rho": "FORUM's code",
+        "simplex": "MoCo's authors' code (FORUM's code: softmax)",
+        "normalize": "MoCo's authors' code (FORUM's code: true)",
         "inner_steps": "FORUM's multi-task runs",
         "inner_lr": "FORUM's multi-task runs",
         "hvp": "ours",

@@ -10,15 +10,21 @@ The paper is "Multi-Objective Meta Learning" (NeurIPS 2021, arXiv 2102.07121). W
 
 It is the baseline of FORUM's tables. FORUM needs no Hessian product and no stored iterates.
 
-Deliberate differences:
+The authors' code is Baijiong-Lin/MOML, MTL/moml_office.py: step 1 in lines 79-86, step 2 in line
+102, step 3 in lines 105-118, with the option `--MGDA`. Its solver of step 3 is
+MTL/min_norm_solvers.py. The numbers of the paper's equations were not read here.
+
+Deliberate differences from this code:
 * Hessian products by central differences of gradients, or by double backward (`hvp: exact`). The
-  authors' code (Baijiong-Lin/MOML) uses double backward.
-* `normalize: true` is the authors' code: the lengths of the h_i are 1 in the problem of step 3, and
-  their own lengths in the step. For two objectives lam is then always (1/2, 1/2). The default is
-  the paper's problem without it.
-* The authors' training loop for tasks takes one unrolled step and then one step of omega with the
-  new alpha, on further data. Here omega is w_T on the step's data.
-* Step 3 is solved exactly: in closed form for two objectives, by trying all supports for more.
+  code uses double backward (line 80).
+* `normalize: true` is MTL/moml_office.py, line 106: the lengths of the h_i are 1 in the problem of
+  step 3, and their own lengths in the step. For two objectives lam is then always (1/2, 1/2). The
+  default is the problem without it. MTL/moml_nyu.py, line 159, divides each h_i by its loss
+  instead, which is not offered here.
+* The code's loop takes one unrolled step and then one step of omega with the new alpha, on further
+  data. Here omega is w_T on the step's data.
+* Step 3 is solved exactly: in closed form for two objectives, by trying all supports for more. The
+  code's weights of two objectives stay between 0.001 and 0.999. For more it iterates.
 """
 
 from __future__ import annotations
@@ -86,7 +92,7 @@ class Moml(Method):
         "inner_lr": "FORUM's multi-task runs",
         "hvp": "ours (the authors' code: exact)",
         "size": "ours",
-        "normalize": "the paper (the authors' code: true)",
+        "normalize": "ours (the authors' code for Office: true)",
         "warm": "ours",
     }
     needs_fp32: ClassVar[bool] = True  # differences of gradients

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,20 +16,30 @@ from concept_eraser.methods.ngdiff import NGDiff
 from concept_eraser.methods.surgery import Surgery
 from concept_eraser.methods.weighted import Weighted
 
+ROOT = Path(__file__).parents[2]
+OWN_FILES = [
+    f"/{path.relative_to(ROOT).as_posix()}"
+    for folder in ("concept_eraser", "studies", "tests", "tools")
+    for path in (ROOT / folder).rglob("*.py")
+]
+
 
 def missing(text: str) -> list[str]:
     """Return what a module's docstring lacks: the paper, the place in it or in a file of the
-    authors' code, the differences.
+    authors' code, the differences. The name of a file of this repository is no such place.
     """
-    parts = {
-        "paper": r"arXiv \d{4}\.\d{5}",
-        "place": (
-            r"\b(?:Eqs?\.|Equations?|[Ss]ections?|[Aa]ppendix|Algorithms?|Theorems?|Lemmas?)\s\(?[A-Z\d]"
-            r"|[\w]\.(?:py|ipynb)\b"
-        ),
-        "differences": r"[Dd]eliberate\s+differences?\b",
+    of_paper = (
+        r"\b(?:Eqs?\.|Equations?|[Ss]ections?|[Aa]ppendix|Algorithms?|Theorems?|Lemmas?)"
+        r"\s\(?[A-Z\d]"
+    )
+    files = re.findall(r"[\w./-]*\w\.(?:py|ipynb)\b", text)
+    present = {
+        "paper": re.search(r"arXiv \d{4}\.\d{5}", text),
+        "place": re.search(of_paper, text)
+        or [file for file in files if not any(own.endswith(f"/{file}") for own in OWN_FILES)],
+        "differences": re.search(r"[Dd]eliberate\s+differences?\b", text),
     }
-    return [name for name, pattern in parts.items() if not re.search(pattern, text)]
+    return [name for name, place in present.items() if not place]
 
 
 @pytest.mark.parametrize("name", registry.builtin("method"))
@@ -44,6 +55,10 @@ def test_what_a_methods_docstring_lacks_is_noticed() -> None:
     assert missing("A method.") == ["paper", "place", "differences"]
     assert missing("By A (2021, arXiv 2101.00001).\n\nDeliberate differences: none.") == ["place"]
     assert missing("Eq. 3 of arXiv 2101.00001. Deliberate differences: none.") == []
+    theirs = "src/theirs.py of A (2021, arXiv 2101.00001). Deliberate differences: none."
+    assert missing(theirs) == []
+    for own in ("methods/forum.py", "forum.py", "tests/methods/test_uno.py"):
+        assert missing(theirs.replace("src/theirs.py", own)) == ["place"], own
 
 
 def test_weighted_is_the_weighted_sum() -> None:

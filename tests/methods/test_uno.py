@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -568,7 +569,7 @@ def test_without_exact_products_there_are_unchecked_differences(
     expected = flat(means(strength=1.0, hvp="difference").direction(closure).vec)
     calls: list[str] = []
 
-    def refuse(objective: str, v: Vec) -> Vec:
+    def refuse(objective: str, v: Vec, of: Sequence[int] | None) -> Vec:
         calls.append(objective)
         if reason == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory")
