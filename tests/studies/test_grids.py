@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from concept_eraser.recipes import recipe as recipes
 from studies import grids, result_tables
 from studies.grids import LARGEST, LEAST
 from studies.rendering.common import learning_rate, setting
+from studies.runs import recipe_of
 from tests.conftest import ROOT
 
 CONFIGS = ROOT / "studies" / "configs"
@@ -154,3 +156,33 @@ def test_all_methods_of_a_study_have_one_grid_of_learning_rates(study: str) -> N
 def test_natural_gradient_may_choose_the_papers_damping(study: str) -> None:
     content = yaml.safe_load((CONFIGS / f"{study}.yaml").read_text())
     assert 0.0 in content["methods"]["ngd"]["grid"]["method.damping"]
+
+
+@pytest.mark.parametrize(
+    ("name", "stored"), [("tiny_star_uno", "star_uno"), ("tiny_star_uno_s", "star_uno_s")]
+)
+def test_a_recipe_of_uno_has_the_setting_that_the_grid_chose(name: str, stored: str) -> None:
+    chosen = result_tables.Results("tiny_rules")[f"{stored}_seed0"]["point"]
+    assert set(chosen) == {"trainable.select", "training.lr", "method.strength"}
+    shipped, best = recipes.load(name), recipes.load(name, [f"{k}={v}" for k, v in chosen.items()])
+    assert shipped.fingerprint == best.fingerprint
+
+
+def test_the_recipe_of_salun_has_the_rate_that_the_leaderboard_chose() -> None:
+    (line,) = re.findall(r"^\* SalUn: (.*)$", (PAGES / "tiny_leaderboard.md").read_text(), re.M)
+    scores = {float(s): float(r) for r, s in re.findall(r"([\d.]+): (-?[\d.]+) \(", line)}
+    assert len(scores) == 4
+    assert recipes.load("tiny_star_salun").training.lr == scores[max(scores)]
+
+
+@pytest.mark.parametrize("victim", ["uno_s", "salun_paper", "uno_anchor"])
+def test_the_attacked_models_keep_their_recipes_where_a_shipped_one_changed(victim: str) -> None:
+    study = yaml.safe_load((CONFIGS / "tiny_attacks.yaml").read_text())
+    rows = [
+        row
+        for row in result_tables.Results("tiny_attacks").values()
+        if row.get("victim") == victim and row["training_seed"] == 0
+    ]
+    assert rows
+    present = recipe_of(study["victims"][victim], {}, 0).fingerprint
+    assert {recipes.validate(row["recipe"], victim).fingerprint for row in rows} == {present}
