@@ -8,8 +8,9 @@ For each seed, one model is trained on all examples ("original") and one without
 ("Retrain", from the same initial weights). Every method starts from the original through
 `concept_eraser.erase`. The setting is chosen on the selection seeds and one half of the test set,
 by the mean gap to Retrain of the same seed. The other half is reported. `training` of a method
-holds further keys of a recipe's training, such as momentum. Each task is a result of the study
-(studies/result_tables.py). A call for some methods leaves the rows of the others as they are.
+holds further keys of a recipe's training, such as momentum. The study's `device` is that of all
+trainings, the CPU if it has none. Each task is a result of the study (studies/result_tables.py). A
+call for some methods leaves the rows of the others as they are.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ class Bench:
             use: (~torch.isin(t.labels, numbers)).nonzero()[:, 0] for use, t in self.tests.items()
         }
 
+    @property
+    def device(self) -> str:
+        """Return the name of the device of all trainings."""
+        return str(self.study.get("device", "cpu"))
+
     def world(self, seed: int) -> World:
         """Train the original and Retrain of a seed."""
         plan = Plan(seed=seed, **{"decay": False, **self.study["training"]})
@@ -87,7 +93,7 @@ class Bench:
             torch.manual_seed(seed)
             module = build(
                 self.study["model"]["architecture"], "classifier", **self.study["model"]["options"]
-            ).module
+            ).module.to(self.device)
             history = None
             # a history is for models without batch norm
             if name == "original" and self.study.get("history"):
@@ -102,8 +108,9 @@ class Bench:
 
     def loss(self, module: nn.Module) -> Any:
         """Return the cross-entropy of a model as a function of rows."""
+        device = self.device
         return lambda rows: F.cross_entropy(
-            module(self.train.inputs(rows)), self.train.labels[list(rows)]
+            module(self.train.inputs(rows).to(device)), self.train.labels[list(rows)].to(device)
         )
 
     def table(self, module: nn.Module, seed: int, use: str = "report") -> Table:
@@ -126,7 +133,7 @@ class Bench:
             "batch_size": 64,
             "optimizer": spec.get("optimizer", "adam"),
             "seed": world.seed,
-            "device": "cpu",
+            "device": self.device,
             "save_every": 10**6,
         }
         method = seeded(spec["method"], world.seed)
@@ -275,7 +282,16 @@ def run_task(study: dict, name: str, methods: list[str], work: Path) -> dict[str
         "seeds": study["seeds"],
         "settings": {
             k: study[k]
-            for k in ("data", "options", "model", "training", "history", "select", "seeds")
+            for k in (
+                "data",
+                "options",
+                "device",
+                "model",
+                "training",
+                "history",
+                "select",
+                "seeds",
+            )
             if k in study
         },
         "shadows": len(worlds) - 1,

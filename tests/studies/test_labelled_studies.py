@@ -8,6 +8,7 @@ import io
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from scipy.io import savemat
+from torchvision.datasets import SVHN
 
 from studies import classifiers, grids
 from tests.conftest import ROOT
@@ -78,6 +81,67 @@ def test_classify(small: Path, no_results: Path, monkeypatch: pytest.MonkeyPatch
     assert re.search(r"\| MUNBa \|.*\| 0\.[13][▲▼] \| 2 \|", page)
     assert page.count(grids.NOTE) == 1
     assert "Settings chosen from an earlier grid than that of the configuration: all.\n" in page
+
+
+def svhn(folder: Path, device: str) -> dict[str, Any]:
+    """Return the shipped study of SVHN, for twenty images and a narrow network."""
+    generator = np.random.default_rng(0)
+    for split in ("train", "test"):
+        pixels = generator.integers(0, 256, (32, 32, 3, 20), dtype=np.uint8)
+        digits = [[1 + i % 10] for i in range(20)]  # the file says 10 for the digit 0
+        savemat(folder / f"{split}_32x32.mat", {"X": pixels, "y": np.array(digits)})
+    configuration = ROOT / "studies" / "configs" / "classification_svhn.yaml"
+    study: dict[str, Any] = yaml.safe_load(configuration.read_text())
+    assert study["device"] == "cuda"
+    study |= {"options": {"root": str(folder)}, "device": device, "seeds": [0]}
+    study["select"]["seeds"] = [100, 101]  # a membership attack needs two shadow models
+    study["model"]["options"]["width"], study["training"]["epochs"] = 2, 1
+    for method in study["methods"].values():
+        method["steps"] = 1
+        method["grid"] = grids.points(method["grid"])[:1]
+    return study
+
+
+def test_the_study_of_svhn_gives_the_whole_table(
+    tmp_path: Path, no_results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from studies.rendering import labelled
+    from studies.result_tables import Results
+
+    monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)
+    study = svhn(tmp_path, "cpu")
+    path = tmp_path / "classification_svhn.yaml"
+    path.write_text(yaml.safe_dump(study))
+    monkeypatch.setattr(sys, "argv", ["classify", str(path), "--tasks", "class"])
+    classifiers.main()
+    result = Results("classification_svhn")["class"]
+    assert result["failed"] == {}
+    assert [row["method"] for row in result["rows"][2:]] == sorted(study["methods"])
+    assert result["n"] == {"forget": 2, "retain": 18, "test": 10}
+    assert result["settings"]["device"] == "cpu"
+    page = labelled.classification("classification_svhn", "SVHN")
+    assert "## one class (0)" in page
+    assert "| MUNBa |" in page
+
+
+def test_the_methods_of_a_study_run_on_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)
+    devices: list[str] = []
+
+    def erase(**settings: Any) -> Any:
+        devices.append(settings["training"]["device"])
+        return SimpleNamespace(seconds=1.0)
+
+    monkeypatch.setattr(classifiers.api, "erase", erase)
+    for device in ("cuda", None):
+        study = svhn(tmp_path, "cuda")
+        study = study if device else {k: v for k, v in study.items() if k != "device"}
+        bench = classifiers.Bench(study, study["tasks"]["class"], tmp_path)
+        net = torch.nn.Linear(1, 1)
+        bench.erase(study["methods"]["munba"], {}, classifiers.World(0, net, net, {}))
+    assert devices == ["cuda", "cpu"]
 
 
 def test_a_study_of_images_and_names_it_does_not_have(
