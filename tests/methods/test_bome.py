@@ -12,6 +12,7 @@ from concept_eraser.methods.bome import Bome
 from concept_eraser.methods.checks import closure, pair
 from concept_eraser.methods.forum import Forum
 from concept_eraser.training.closure import LossClosure
+from tests.methods.test_adversarial import Copies, large_problem
 
 FLOAT = torch.float64
 OPTIONS = {"inner_steps": 5, "inner_lr": 0.1, "outer_lr": 1.0}
@@ -99,3 +100,10 @@ def test_without_an_attack_and_bad_options_are_errors() -> None:
     with pytest.raises(ValueError, match="barrier must be"):
         Bome(barrier="constant")
     assert Bome(retain=0.0).retain == 0
+
+
+def test_a_step_copies_the_variable_of_the_lower_level_alone() -> None:
+    weights, _, losses = large_problem()
+    with Copies() as copies:
+        Bome(**OPTIONS).direction(losses)
+    assert copies.numbers < weights.numel() / 10
