@@ -17,6 +17,7 @@ LEFT_OUT = {
         "purple": "color",
         "striped": "style",
         "dotted": "style",
+        "blue": "color",
     }.items()
 }
 CONTROLS = {
