@@ -150,7 +150,8 @@ class Moco(Method):
             closure, objective, path=path, lr=self.inner_lr, hvp=self.hvp, size=self.size
         )
         if self.normalize:
-            factor = loss / (float(norm(gradient)) + 1e-8)
+            # a loss below 0 (ascent) would turn the gradient around
+            factor = abs(loss) / (float(norm(gradient)) + 1e-8)
             gradient = tuple(factor * part for part in gradient)
         names = [f"y_{objective}_{i}" for i in range(len(gradient))]
         tracked = tuple(

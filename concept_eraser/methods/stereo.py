@@ -85,7 +85,7 @@ class Stereo(Method):
     inner_lr: float = 5e-3
     retain: float = 0.0
     forget: float = 1.0
-    # the moments of Adam
+    # the moments of Adam, and the number of their round and of their steps
     _state: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -121,15 +121,24 @@ class Stereo(Method):
         self.check_objectives(closure.objectives)
         number, place = divmod(closure.step, self.erase_steps + self.inner_steps)
         if number < self.rounds and place >= self.erase_steps:
-            return self._attack(closure, place - self.erase_steps)
+            return self._attack(closure, number)
         still = [torch.zeros_like(closure.params[i]) for i in closure.inner]
         return step_under(closure, still, retain=self.retain, forget=self.forget)
 
-    def _attack(self, closure: Closure, done: int) -> Direction:
-        """Return Adam's step number `done`, from 0, on the attack; the weights stay."""
+    def _attack(self, closure: Closure, number: int) -> Direction:
+        """Return Adam's next step on the attack of a round; the weights stay.
+
+        The state has the number of its round and of its steps. A step that the engine skips leaves
+        it, so that it counts neither.
+        """
         gradients = closure.grad(ATTACK, of=closure.inner)
+        is_of_round = int(self._state.get("round", torch.tensor(-1))) == number
+        done = int(self._state["taken"]) if is_of_round else 0
         moves: dict[int, Tensor] = {}
-        new: dict[str, Tensor] = {}
+        new: dict[str, Tensor] = {
+            "round": torch.tensor(number),
+            "taken": torch.tensor(done + 1),
+        }
         for i, gradient in zip(closure.inner, gradients, strict=True):
             first = self._state[f"first_{i}"].to(gradient) if done else torch.zeros_like(gradient)
             second = self._state[f"second_{i}"].to(gradient) if done else torch.zeros_like(gradient)

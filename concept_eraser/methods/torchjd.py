@@ -17,13 +17,13 @@ ecos (GPL) are copyleft, so they come with `concept-eraser[torchjd]` only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from concept_eraser.methods.base import GramMethod, usable
+from concept_eraser.methods.base import Closure, Direction, GramMethod, usable
 from concept_eraser.utils.extras import import_from_extra
 
 Rule = Literal[
@@ -69,6 +69,8 @@ class TorchJD(GramMethod):
     }
 
     rule: Rule = "UPGrad"
+    # the number of the step, from which a rule draws its order
+    _place: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +82,10 @@ class TorchJD(GramMethod):
         # UPGrad regularises its program
         return frozenset({"stationarity"}) if self.rule == "MGDA" else frozenset()
 
+    def direction(self, closure: Closure) -> Direction:
+        self._place["step"] = closure.step
+        return super().direction(closure)
+
     def solve(self, gram: Tensor) -> tuple[Tensor, Mapping[str, float]]:
         usable_objectives = usable(gram)
         weights = torch.zeros(len(gram), dtype=torch.float64)
@@ -87,7 +93,10 @@ class TorchJD(GramMethod):
         if len(positions) == 1:
             weights[positions] = 1.0
         elif len(positions):
-            weights[positions] = self._ask(gram.double()[positions][:, positions])
+            # PCGrad and GradVac draw an order: the same for all ranks, and after a resumption
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._place.get("step", 0))
+                weights[positions] = self._ask(gram.double()[positions][:, positions])
         return weights, {"degenerate": int(len(positions) < len(gram))}
 
     def _ask(self, gram: Tensor) -> Tensor:

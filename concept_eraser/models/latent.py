@@ -391,9 +391,11 @@ class Latent(Model):
         return cross_attention.layers(self.denoiser)
 
     def attention(self, noisy: Tensor, t: Tensor, condition: Condition) -> list[Tensor]:
-        return cross_attention.maps(
-            self.attention_layers(), lambda: self.denoise(noisy, t, condition)
-        )
+        # the maps are computed from the layers' inputs after the run
+        with self.precision(self.frozen_dtype):
+            return cross_attention.maps(
+                self.attention_layers(), lambda: self.denoise(noisy, t, condition)
+            )
 
     def detach_start_token(self) -> list[RemovableHandle]:
         return cross_attention.detach_start_token(self.attention_layers())

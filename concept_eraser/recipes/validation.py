@@ -298,6 +298,17 @@ def _search(recipe: RecipeFields, method: Any) -> None:
         )
     if search is None:
         return
+    attack = recipe.attack
+    if attack is not None and (attack.warmup or attack.forget != "both"):
+        raise ValueError(
+            f"the method {recipe.method.name!r} searches for attacks before the training and takes "
+            "no attack.warmup and no attack.forget; leave them out"
+        )
+    if any(objective.images == "free" for objective in recipe.forgotten):
+        raise ValueError(
+            f"the method {recipe.method.name!r} trains under its attacks on noised images; use "
+            "images: generate or a folder in place of free"
+        )
     rounds, on_weights, on_attack = search
     steps = rounds * (on_weights + on_attack)
     if recipe.training.steps <= steps:

@@ -259,6 +259,8 @@ def shorten(plan: DryRunPlan) -> Recipe:
     }
     content["generation"] |= {"steps": 1, "batch_size": min(examples, recipe.generation.batch_size)}
     content.pop("watch", None)
+    if content.get("attack", {}).get("warmup"):  # its steps are without an attack
+        content["attack"]["warmup"] = 0
     # unseen examples may be of another shape than data that stand in, and nothing is downloaded
     if recipe.rewinding and (plan.reasons or recipe.rewinding.options.get("download")):
         content.pop("rewinding")

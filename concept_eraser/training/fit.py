@@ -38,7 +38,19 @@ class Plan:
     seed: int = 0
 
     def steps(self, examples: int) -> int:
-        return self.epochs * -(-examples // self.batch_size)
+        """Return the number of steps of all epochs."""
+        return self.epochs * len(_batches(torch.arange(examples), self.batch_size))
+
+
+def _batches(rows: Tensor, size: int) -> list[Tensor]:
+    """Divide rows into batches. A last batch of one row joins the one before.
+
+    Batch norm over a vector has no variance of one example.
+    """
+    batches = list(rows.split(size))
+    if size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-2:] = [torch.cat(batches[-2:])]
+    return batches
 
 
 def fit(
@@ -77,7 +89,7 @@ def fit(
     began, step_count = time.monotonic(), 0
     for _ in range(plan.epochs):
         order = rows[torch.randperm(len(rows), generator=generator)]
-        for part in order.split(plan.batch_size):
+        for part in _batches(order, plan.batch_size):
             positions = part.tolist()
             if record is not None:
                 record(

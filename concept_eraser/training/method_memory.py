@@ -9,7 +9,7 @@ is the method's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,9 +48,9 @@ class _Closure(LossClosure):
 
     is_exact = False
 
-    def _double_backward(self, objective: str, v: Vec) -> Vec:
+    def _double_backward(self, objective: str, v: Vec, of: Sequence[int] | None = None) -> Vec:
         self.is_exact = True
-        return super()._double_backward(objective, v)
+        return super()._double_backward(objective, v, of)
 
 
 def vectors_of(build: Callable[[], Method], objectives: tuple[str, ...]) -> Vectors | None:

@@ -56,6 +56,17 @@ def test_four_steps_by_hand(simplex, normalize: bool) -> None:
         np.testing.assert_allclose(direction.gram.numpy(), y @ y.T, atol=1e-12)
 
 
+def test_a_loss_below_zero_turns_no_gradient_around() -> None:
+    """Ascent has such a loss. Its length scales the gradient like that of a loss above zero."""
+    steps = []
+    for loss in (1.5, -1.5):
+        method = Moco(normalize=True)
+        pair_closure = closure(*pair(0.3, 1.0, 0.5), method)
+        pair_closure.last_loss = loss
+        steps.append(flat(method.direction(pair_closure).vec))
+    torch.testing.assert_close(steps[1], steps[0])
+
+
 def test_its_weights_go_to_the_min_norm_point() -> None:
     """With fixed gradients y is h after many steps, and lam minimises ||Y lam||^2."""
     retain, forget = pair(0.2, 1.0, 0.6)

@@ -82,6 +82,20 @@ def test_the_attack_is_torchs_adam_and_starts_anew_in_each_round() -> None:
             torch.testing.assert_close(omega.detach(), by_hand.detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("first", [1, 6])
+def test_a_skipped_first_step_of_an_attack_is_taken_by_the_next(first: int) -> None:
+    """The engine restores the state after a step that is not finite. Adam then begins later."""
+    method = Stereo(rounds=2, erase_steps=1, inner_steps=4, inner_lr=0.1)
+    for step in range(first):
+        method.direction(problem(step)[2])
+    state = dict(method._state)
+    method.direction(problem(first)[2])
+    method._state.clear()
+    method._state.update(state)
+    move = method.direction(problem(first + 1)[2]).vec[1]
+    torch.testing.assert_close(move.abs(), torch.full_like(move, 0.1), rtol=1e-6, atol=0)
+
+
 def test_it_needs_an_attack_and_a_retain_set_for_its_weight() -> None:
     assert (Stereo().needs_retain, Stereo(retain=0.1).needs_retain) == (False, True)
     Stereo().check_objectives(("forget", "attack"))
@@ -99,6 +113,9 @@ def test_it_needs_an_attack_and_a_retain_set_for_its_weight() -> None:
         (["forget.loss=anchor", "forget.eta=1.0"], "use both or none, found the method 'stereo'"),
         (["training.ema=0.9"], "training.ema averages over all steps"),
         (["attack=null"], "needs an attack"),
+        (["attack.warmup=3"], r"takes no attack\.warmup and no attack\.forget"),
+        (["attack.forget=attacked"], r"takes no attack\.warmup and no attack\.forget"),
+        (["forget.images=free"], "images: generate or a folder in place of free"),
     ],
 )
 def test_recipes_that_contradict_the_search_are_refused(changes: list[str], message: str) -> None:

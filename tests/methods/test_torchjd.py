@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from concept_eraser import registry
-from concept_eraser.methods.checks import closure, flat, pair
+from concept_eraser.methods.checks import Fixed, closure, flat, pair
 from concept_eraser.methods.munba import Munba
 from concept_eraser.methods.torchjd import Rule, TorchJD, _factor
 
@@ -33,6 +33,28 @@ def test_every_rule_is_torchjds(rule: str, cosine: float) -> None:
     assert float(torch.nn.functional.cosine_similarity(step, expected, dim=0)) > 1 - tolerance
     if rule not in ("NashMTL", "CAGrad"):
         torch.testing.assert_close(step, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["PCGrad", "GradVac"])
+def test_the_order_of_three_objectives_depends_on_the_step_alone(rule: Rule) -> None:
+    """These rules draw an order. A resumed run and all ranks must draw the same."""
+    gradients = torch.tensor([[1.0, 0.2, -0.6], [-0.7, 1.0, 0.3], [0.1, -0.9, 1.0]])
+    named = {name: (row,) for name, row in zip("abc", gradients, strict=True)}
+
+    def weights(step: int) -> list[float]:
+        losses = Fixed(named)
+        losses.step = step
+        direction = TorchJD(rule=rule).direction(losses)
+        assert direction.weights is not None
+        return direction.weights.tolist()
+
+    first = [weights(step) for step in range(12)]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    assert [weights(step) for step in range(12)] == first
+    assert torch.equal(torch.get_rng_state(), state)
+    if rule == "PCGrad":
+        assert len({tuple(one) for one in first}) > 1
 
 
 def test_nash_mtl_has_the_direction_of_munba() -> None:

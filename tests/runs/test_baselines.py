@@ -314,6 +314,21 @@ def test_asking_for_attention_changes_no_prediction(tiny) -> None:
         torch.testing.assert_close(one.sum(-1), torch.ones_like(one.sum(-1)))
 
 
+def test_attention_of_frozen_weights_in_bf16_needs_no_autocast(tiny) -> None:
+    """A mask is measured outside of the training's autocast."""
+    denoiser = resteer_denoiser(tiny)
+    draw = denoiser.draw("forget", [1, 2])
+    weights = {name: part.detach().clone() for name, part in tiny.denoiser.named_parameters()}
+    try:
+        tiny.denoiser.to(torch.bfloat16)
+        tiny.frozen_dtype = torch.bfloat16
+        maps = denoiser.attention(draw)
+    finally:
+        tiny.frozen_dtype = None
+        tiny.denoiser.to(torch.float32).load_state_dict(weights, strict=False)
+    assert all(torch.isfinite(one).all() for one in maps)
+
+
 def test_training_lowers_the_attention_on_the_concept(tiny) -> None:
     denoiser = resteer_denoiser(tiny)
     draw, params = denoiser.draw("forget", [1, 2, 3]), list(denoiser.trainable().values())

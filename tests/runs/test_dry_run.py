@@ -102,6 +102,16 @@ def test_a_model_on_this_machine_is_timed(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
+def test_a_dry_run_has_no_steps_without_the_attack() -> None:
+    """The first steps of a warm-up have no attack, so they say nothing about its seconds."""
+    job = recipe.load("tiny_star_advunlearn")
+    assert job.attack is not None
+    assert job.attack.warmup > 2
+    short = dry_run.shorten(dry_run.load(job))
+    assert short.attack is not None
+    assert short.attack.warmup == 0
+
+
 def test_without_steps_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimates of a folder are those of the loaded model. Its files are checked as before."""
     folder = tmp_path / "checkpoint"

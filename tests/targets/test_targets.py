@@ -674,6 +674,23 @@ def test_a_fisher_step_from_a_recipe(digits: Labelled, tmp_path: Path) -> None:
     assert json.loads((run.folder / "done.json").read_text())["edit"]["gradient_after"] < 1e-2
 
 
+def test_a_last_batch_of_one_example_joins_the_one_before() -> None:
+    """Batch norm over a vector has no variance of one example."""
+    from concept_eraser.training.fit import Plan, fit
+
+    net, sizes = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), []
+    examples, plan = torch.randn(65, 3), Plan(epochs=1, batch_size=64)
+
+    def loss(rows: list[int]) -> torch.Tensor:
+        sizes.append(len(rows))
+        return net(examples[rows]).square().mean()
+
+    fit(net, loss, torch.arange(65), plan)
+    assert sizes == [65]
+    counts = {(9, 4): 2, (8, 4): 2, (10, 4): 3, (1, 4): 1, (3, 1): 3}
+    assert {key: Plan(epochs=1, batch_size=key[1]).steps(key[0]) for key in counts} == counts
+
+
 @pytest.mark.parametrize("method", ["mini_unlearning", "rewind"])
 def test_mini_unlearning_from_a_recorded_training(
     method: str, digits: Labelled, tmp_path: Path
