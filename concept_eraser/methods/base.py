@@ -149,7 +149,8 @@ class Direction:
         bound = 0.0
         for weight, square in zip(weights.tolist(), gram.diagonal().tolist(), strict=True):
             if weight != 0.0:
-                bound += abs(weight) * max(1.0, math.sqrt(square) if square >= 0 else math.nan)
+                length = math.sqrt(square) if square >= 0 else math.nan
+                bound += abs(weight) * max(length, 1.0)  # nan stays: it must be the first
         vec = combine_and_free(weights, gradients)
         return cls(vec, gram, weights, notes or {}, hold=hold, bound=bound)
 

@@ -158,7 +158,7 @@ def test_the_card_names_every_concept_and_what_was_not_evaluated(
         assert re.search(sentence, limits), sentence
     assert "> **Of what it forgot was not evaluated: tiny_fish.**" in text
     assert "**Not measured: tiny_fish.**" in text
-    assert "**Not attacked: tiny_fish.**" in text
+    assert "**Not attacked: star (shape), moon (shape), tiny_fish.**" in text  # controls alone
 
 
 def test_the_card_names_the_concept_that_each_attack_recovers(

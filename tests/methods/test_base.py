@@ -12,6 +12,9 @@ import torch
 
 from concept_eraser.methods.base import (
     Direction,
+    GatedLayer,
+    GateEdit,
+    GateRequest,
     LayerChange,
     Method,
     ProjectionRequest,
@@ -193,6 +196,53 @@ def test_figures_where_there_is_nothing_to_compare() -> None:
     assert UnifiedConceptEditing().edit(zeros) == {"moved": 0, "left": 0, "drift": 0}
     empty = ProjectionRequest({}, [], [])
     assert float(empty.gram()) == 0
+
+
+def sum_of(weights: list[float], squares: list[float]) -> Direction:
+    gram = torch.diag(torch.tensor(squares, dtype=torch.float64))
+    gradients = [(torch.ones(2),) for _ in weights]
+    return Direction.weighted_sum(torch.tensor(weights, dtype=torch.float64), gradients, gram)
+
+
+@pytest.mark.parametrize(
+    ("weights", "squares", "bound"),
+    [
+        ([2.0, -3.0], [4.0, 0.25], 2 * 2 + 3),  # a weight is no larger than the bound either
+        ([1.0], [0.0], 1),
+        ([0.0, 1.0], [NAN, 9.0], 3),  # what takes no part has no say
+        ([1.0, 1.0], [9.0, -0.5], NAN),
+        ([1.0, 1.0], [9.0, NAN], NAN),
+        ([0.5], [INF], INF),
+    ],
+)
+def test_no_entry_of_a_weighted_sum_exceeds_its_bound(
+    weights: list[float], squares: list[float], bound: float
+) -> None:
+    """It is nan where a length is unknown, so that the entries are read."""
+    direction = sum_of(weights, squares)
+    assert direction.bound == pytest.approx(bound, nan_ok=True)
+    assert (direction.hold, direction.hold_trained) == (False, False)
+
+
+def test_what_a_method_is_unless_it_says_otherwise() -> None:
+    class Plain(Method):
+        def direction(self, closure: object) -> Direction:
+            raise NotImplementedError
+
+    assert Method.has_rounds is False
+    assert Plain().uses_all(("retain", "forget")) is False
+    assert Plain().ends_round(3) is False
+    assert Munba().uses_all(("retain", "forget")) is True
+    assert (Direction(()).hold, Direction(()).hold_trained) == (False, False)
+    assert GateEdit.adds_gate is True
+
+
+def test_a_gated_layer_has_the_matrix_of_its_kind() -> None:
+    key, value = torch.zeros(1, 1), torch.ones(1, 1)
+    for kind, weight in (("key", key), ("value", value)):
+        layer = GatedLayer("a", kind, query=key, key=key, value=value, output=key)
+        assert layer.weight is weight
+    assert GateRequest(None, [], key, key, key, key).seed == 0
 
 
 def test_the_step_of_a_gram_method_carries_its_gram_matrix_and_weights() -> None:

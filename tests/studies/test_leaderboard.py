@@ -400,8 +400,13 @@ def test_a_safeguard_is_a_victim_without_training() -> None:
 
 def test_a_model_that_never_learned_the_concept_has_a_row_where_its_task_names_one() -> None:
     entries = leaderboard_entries.expand(LEADERBOARD)["entries"]
-    assert entries["star_never"]["model"] == "tiny-sd-without-star"
-    assert "blue_never" not in entries
+    for task in ("star", "blue", "dotted"):
+        assert entries[f"{task}_never"]["model"] == f"tiny-sd-without-{task}"
+    without = {
+        key: value for key, value in LEADERBOARD["tasks"]["blue"].items() if key != "control"
+    }
+    changed = {**LEADERBOARD, "tasks": {**LEADERBOARD["tasks"], "blue": without}}
+    assert "blue_never" not in leaderboard_entries.expand(changed)["entries"]
     report = {"point": {"model": "tiny-sd-without-star"}}
     model, how = leaderboard.victim(report, Path("nowhere"), Path("nowhere"), {})
     assert (model, how) == ("tiny-sd-without-star", {"before": "tiny-sd"})
