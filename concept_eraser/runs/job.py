@@ -15,7 +15,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from concept_eraser.data import prompts
+from concept_eraser import registry
+from concept_eraser.data import images, prompts
 from concept_eraser.erasers.base import Eraser
 from concept_eraser.erasers.classifier import Classifier
 from concept_eraser.evaluation import suite as suites
@@ -129,7 +130,7 @@ def edited_input(folder: Path, recipe: Recipe) -> str:
     """Return the first file that was edited since a run began, with its key, or "".
 
     These are files of prompts, of indices, and of data (.npz), and folders of images. A folder is
-    compared by the names and sizes of its files.
+    compared by the names and sizes of its images and captions.
 
     Raises UserError if such a file cannot be read.
     """
@@ -151,8 +152,10 @@ def edited_input(folder: Path, recipe: Recipe) -> str:
 def _data_files(recipe: Recipe) -> dict[str, Path]:
     """Return the files of indices and of arrays, and the folders of images, that a recipe reads.
 
-    They are by its keys.
+    They are by its keys. A name of a data set or of a source of images is no folder, even where one
+    of that name exists.
     """
+    names = {*registry.names("dataset"), "generate", "free"}
     sections: dict[str, Any] = dict(recipe.objective_specs)
     if recipe.rewinding is not None:
         sections["rewinding"] = recipe.rewinding
@@ -164,15 +167,21 @@ def _data_files(recipe: Recipe) -> dict[str, Path]:
     return {
         key: Path(text)
         for key, text in texts.items()
-        if isinstance(text, str) and os.path.exists(text)
+        if isinstance(text, str) and text not in names and os.path.exists(text)
     }
 
 
 def _input_hash(path: Path) -> str:
-    """Return a hash of a file's content, or of the names and sizes of the files in a folder."""
+    """Return a hash of a file's content, or of the names and sizes of what is read in a folder.
+
+    Those are its images and their captions. Other files, such as those of a file manager, may come
+    and go.
+    """
     if path.is_file():
         return file_hash(path)
-    files = (file for file in sorted(path.rglob("*")) if file.is_file())
+    endings = (*images.SUFFIXES, ".txt", ".jsonl")
+    inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in endings)
+    files = (file for file in inside if file.is_file())
     return provenance.fingerprint(
         [[file.relative_to(path).as_posix(), file.stat().st_size] for file in files]
     )

@@ -318,6 +318,9 @@ def test_a_folder_with_another_image_is_no_finished_run(tmp_path: Path) -> None:
     forget()
     with pytest.raises(UserError, match="holds a finished run on an object in memory"):
         forget()
+    (folder / "Thumbs.db").write_bytes(b"of a file manager")
+    with pytest.raises(UserError, match="holds a finished run on an object in memory"):
+        forget()
     Image.new("RGB", (8, 8)).save(folder / "cat" / "2.png")
     with pytest.raises(UserError, match=r"other prompts or data: .*photos \(forget.data\)"):
         forget()
