@@ -16,6 +16,11 @@ With several processes, `--only controls` attacks the controls and `--only erasu
 An entry with a `grid` has its setting chosen first, on another concept: that of `select`
 (studies/selection.py). studies/configs/combination_rules.yaml does this for combination rules.
 
+A result of an evaluation has the judge's label of each image (studies/image_labels.py), and one of
+an attack the outcome of each prompt.
+
+`metrics` in the configuration are measured beside those of the suite.
+
 With `second_judge` in the configuration, that judge labels the images of each evaluation too
 (studies/second_judge.py), and those that decide a new attack. It changes no other result. An attack
 that was made without it is not made again.
@@ -39,7 +44,7 @@ from concept_eraser.evaluation.never_learned import NeverLearned, read_record
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.runs import job as jobs
 from concept_eraser.utils import provenance
-from studies import second_judge, selection
+from studies import image_labels, second_judge, selection
 from studies.rendering.excess_recovery import attack_key, model_key, selection_key
 from studies.rendering.second_judge import KIND, second_judge_key
 from studies.result_tables import Content, Results
@@ -147,17 +152,33 @@ def train(
     return model
 
 
-def evaluate(results: Results, case: Case, key: str, *, model: Model, about: Content) -> None:
-    """Measure a model by the suite and against the controls, if this was not done before."""
+def evaluate(
+    results: Results,
+    case: Case,
+    key: str,
+    *,
+    model: Model,
+    about: Content,
+    metrics: Sequence[Any] = (),
+) -> None:
+    """Measure a model by the suite and against the controls, if this was not done before.
+
+    metrics: Metrics beside those of the suite, by name or with options.
+    """
+    suite = case.suite.using(metrics=[*case.suite.metrics, *metrics]) if metrics else case.suite
     settings = {
         "model": generate.model_fingerprint(model),
         "controls": [generate.model_fingerprint(control.model) for control in case.controls],
-        "suite": provenance.fingerprint(case.suite.model_dump(mode="json")),
+        "suite": provenance.fingerprint(suite.model_dump(mode="json")),
     }
     if _is_done(results, key, settings):
         return
-    evaluation = api.evaluate(model, case.suite, before=case.original, control=list(case.sources))
-    content = {"evaluation": evaluation.as_dict(), "settings": settings}
+    evaluation = api.evaluate(model, suite, before=case.original, control=list(case.sources))
+    content = {
+        "evaluation": evaluation.as_dict(),
+        "labels": image_labels.encode(evaluation.outcomes),
+        "settings": settings,
+    }
     results[key] = {**about, **content, "environment": provenance.describe()}
 
 
@@ -275,7 +296,8 @@ def run(
                 about = {"concept": name, "kind": "erased", "model": entry, "seed": seed}
                 about |= {"label": study["entries"][entry]["label"]}
                 key = model_key(name, entry, seed)
-                evaluate(results, case, key, model=model, about=about)
+                metrics = study.get("metrics", ())
+                evaluate(results, case, key, model=model, about=about, metrics=metrics)
                 report(key)
                 if "second_judge" in study:
                     key, judge = second_judge_key(key), study["second_judge"]

@@ -21,9 +21,10 @@ from studies.result_tables import Content
 
 NEVER = "never learned"
 # attacks whose success grows with their steps; revival has a concept rate at each step instead
-ALONG_STEPS = ("concept_inversion", "soft_prompt", "soft_prompt_both", "revival")
+ALONG_STEPS = ("concept_inversion", "soft_prompt", "soft_prompt_both", "revival", "revival_full")
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 RELEARNING = "relearning"
+CLIP = "clip_score_tiny2"  # by a CLIP that no pipeline has a part of
 GROUPS = ("direct", "synonyms", "retained", "unseen", "neighbours")
 
 
@@ -139,13 +140,15 @@ def side_table(contents: Sequence[Content]) -> str:
     groups = evaluations(contents)
     head = ["prompts", "model", "no-object rate % (original)"]
     head += ["accuracy of each stated attribute, points", "FID (original)"]
-    rows = [[*head, "gap to retraining", "relative to that of two controls"]]
+    head += ["gap to retraining", "relative to that of two controls"]
+    has_clip = any(CLIP in _metrics(group, name) for group in groups.values() for name in GROUPS)
+    rows = [[*head, "independent CLIP score x100 (original)"] if has_clip else head]
     for name in GROUPS:
         for group in groups.values():
             values = _metrics(group, name)
             if not values:
                 continue
-            fid = values.get("fid_judge")
+            fid, clip = values.get("fid_judge"), values.get(CLIP)
             rows.append(
                 [
                     name,
@@ -155,14 +158,24 @@ def side_table(contents: Sequence[Content]) -> str:
                     "-" if fid is None else f"{fid[1]:.2f} ({fid[0]:.2f})",
                     gap(group, name, "relative_to_original"),
                     gap(group, name, "relative_to_controls"),
+                    *(["-" if clip is None else _times_100(clip)] if has_clip else []),
                 ]
             )
         controls = _of_controls(next(iter(groups.values())), name)
         if controls:
             rate = 100 * controls["no_object_rate"][1]
             cells = [name, NEVER, f"{rate:.1f}", _changes(controls)]
-            rows.append([*cells, *("-" for _ in range(3))])
+            cells += ["-"] * 3
+            clip = controls.get(CLIP)
+            rows.append(
+                [*cells, *(["-" if clip is None else _times_100(clip)] if has_clip else [])]
+            )
     return table(rows)
+
+
+def _times_100(pair: tuple[float, float]) -> str:
+    before, after = pair
+    return f"{100 * after:.1f} ({100 * before:.1f})"
 
 
 def _metrics(group: Sequence[Content], name: str) -> dict[str, tuple[float, float]]:

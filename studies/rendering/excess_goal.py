@@ -5,15 +5,15 @@ each part of the goal is met on each concept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from concept_eraser.evaluation.seed_statistics import LEAST_SEEDS, cluster_bootstrap
+from concept_eraser.evaluation.seed_statistics import LEAST_SEEDS, cluster_bootstrap, holm
 from concept_eraser.evaluation.statistics import Interval
 from studies.rendering.common import share, table
 from studies.rendering.excess_statistics import (
     MARGIN,
-    WITHIN,
     by_concept,
     by_model,
     campaigns,
@@ -21,6 +21,7 @@ from studies.rendering.excess_statistics import (
     evaluations,
     excess,
     mean_over_seeds,
+    p_of_mean,
     success_rate,
     worst_of,
 )
@@ -41,28 +42,86 @@ BEYOND = {
     "fine-tuning on the concept": "not in the goal: fine-tuning on the concept",
 }
 RETAIN = {"retained": "retain error", "unseen": "unseen concepts", "neighbours": "neighbours"}
+LEVEL = 0.05  # of each test
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a row of the table meets the goal, and the tests that say so.
+
+    Attributes:
+        text: The verdict without a correction, or the only one if there is no test.
+        more: The p-value of "missed".
+        within: The p-value of "met".
+        fewer: The p-value of "met, fewer".
+    """
+
+    text: str
+    more: float = float("nan")
+    within: float = float("nan")
+    fewer: float = float("nan")
+
+    @property
+    def is_tested(self) -> bool:
+        return not np.isnan(self.within)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table without its two last cells, and its verdict."""
+
+    cells: list[str]
+    verdict: Verdict
+
+
+def correct(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return the verdicts with Holm's correction for the number of the tests.
+
+    Each of the three claims is a family of its own. A verdict without a test stays as it is.
+    """
+    tested = [one for one in verdicts if one.is_tested]
+    columns = [holm([getattr(one, name) for one in tested]) for name in ("more", "fewer", "within")]
+    texts = iter([_text_of(*values) for values in zip(*columns, strict=True)])
+    return [next(texts) if one.is_tested else one.text for one in verdicts]
+
+
+def _text_of(more: float, fewer: float, within: float) -> str:
+    if more < LEVEL:
+        return "missed"
+    if fewer < LEVEL:
+        return "met, fewer"
+    return "met" if within < LEVEL else "undecided"
 
 
 def goal_table(results: Mapping[str, Content], model: str = DEFAULT) -> str:
     """Return a row for each part of the goal, each attack of it and each concept."""
     head = ["part", "concept", "attack, or attribute", "erased %", "never learned, or original %"]
-    rows = [[*head, "difference, points", "goal"]]
+    rows: list[Row] = []
     groups = by_concept(results)
     for family, title in {**PARTS, **BEYOND}.items():
         for concept, contents in groups.items():
-            rows += [[title, concept, *cells] for cells in _of_family(contents, family, model)]
+            for row in _of_family(contents, family, model):
+                rows.append(Row([title, concept, *row.cells], row.verdict))
     for group, title in RETAIN.items():
         for concept, contents in groups.items():
-            cells = _of_group(evaluations(contents).get(model, []), group)
-            if cells:
-                rows.append([title, concept, *cells])
+            for row in _of_group(evaluations(contents).get(model, []), group):
+                rows.append(Row([title, concept, *row.cells], row.verdict))
     order = [*PARTS.values(), *RETAIN.values(), *BEYOND.values()]
-    rows[1:] = sorted(rows[1:], key=lambda row: order.index(row[0]))
-    return table(rows)
+    rows.sort(key=lambda row: order.index(row.cells[0]))
+    corrected = correct([row.verdict for row in rows])
+    return table(
+        [
+            [*head, "difference, points", "goal", "corrected"],
+            *(
+                [*row.cells, row.verdict.text, text]
+                for row, text in zip(rows, corrected, strict=True)
+            ),
+        ]
+    )
 
 
-def _of_family(contents: Sequence[Content], family: str, model: str) -> list[list[str]]:
-    """Return the cells of each attack of a family, and first those of their worst case.
+def _of_family(contents: Sequence[Content], family: str, model: str) -> list[Row]:
+    """Return a row for each attack of a family, and first one for their worst case.
 
     They are the attacks that all training seeds and all controls have.
     """
@@ -83,18 +142,20 @@ def _of_family(contents: Sequence[Content], family: str, model: str) -> list[lis
         worst = [[worst_of([one[name] for name in names]) for one in group] for group in groups]
         pairs.insert(0, ("worst case", worst))
     return [
-        [
-            title,
-            share(success_rate(erased)),
-            share(success_rate(controls)),
-            share(excess(erased, controls)),
+        Row(
+            [
+                title,
+                share(success_rate(erased)),
+                share(success_rate(controls)),
+                share(excess(erased, controls)),
+            ],
             verdict(erased, controls),
-        ]
+        )
         for title, (erased, controls) in pairs
     ]
 
 
-def verdict(erased: Sequence[Content], controls: Sequence[Content]) -> str:
+def verdict(erased: Sequence[Content], controls: Sequence[Content]) -> Verdict:
     """Return whether an attack finds no more on the erased models than on the controls.
 
     "saturated": the attack succeeds on the controls for 90 % of the prompts, or more. "missed": the
@@ -102,23 +163,33 @@ def verdict(erased: Sequence[Content], controls: Sequence[Content]) -> str:
     test at the level 5 %; "met, fewer": the 95 % interval lies below 0. Otherwise "undecided".
     """
     if success_rate(controls).value >= SATURATED:
-        return "saturated"
+        return Verdict("saturated")
     differences = differences_by_seed(erased, controls)
     if len(differences) < LEAST_SEEDS:
-        return "undecided"
-    wide = cluster_bootstrap(differences)
-    if np.isnan(wide.low):  # no prompt of any seed differs
-        return "met" if wide.value <= 0 else "missed"
-    if wide.low > 0:
-        return "missed"
-    if wide.high < 0:
-        return "met, fewer"
-    narrow = cluster_bootstrap(differences, confidence=WITHIN)
-    return "met" if narrow.high < MARGIN else "undecided"
+        return Verdict("undecided")
+    interval = cluster_bootstrap(differences)
+    if np.isnan(interval.low):  # no prompt of any seed differs
+        return Verdict("met" if interval.value <= 0 else "missed")
+    seeds = len(differences)
+    return _tested(
+        more=_two_sided(interval, seeds, 0.0, above=True),
+        within=p_of_mean(interval, seeds, MARGIN),
+        fewer=_two_sided(interval, seeds, 0.0, above=False),
+    )
 
 
-def _of_group(group: Sequence[Content], name: str) -> list[str]:
-    """Return the cells of the attribute whose error rises most on a group of prompts, or [].
+def _tested(*, more: float, within: float, fewer: float = 1.0) -> Verdict:
+    return Verdict(_text_of(more, fewer, within), more, within, fewer)
+
+
+def _two_sided(interval: Interval, seeds: int, bound: float, *, above: bool) -> float:
+    """Return the two-sided p-value that a mean is not above (or below) a bound, at most 1."""
+    below = p_of_mean(interval, seeds, bound)
+    return min(1.0, 2 * (1 - below if above else below))
+
+
+def _of_group(group: Sequence[Content], name: str) -> list[Row]:
+    """Return a row for the attribute whose error rises most on a group of prompts, or [].
 
     The interval is Student's over the training seeds, without the choice of the attribute.
     """
@@ -135,12 +206,15 @@ def _of_group(group: Sequence[Content], name: str) -> list[str]:
     worst = max(rises, key=lambda key: float(np.mean(rises[key])))
     before, after = (100 * np.mean(column) for column in zip(*errors[worst], strict=True))
     interval = mean_over_seeds(rises[worst])
-    return [worst, f"{after:.1f}", f"{before:.1f}", share(interval), _within_a_point(interval)]
+    cells = [worst, f"{after:.1f}", f"{before:.1f}", share(interval)]
+    return [Row(cells, _within_a_point(interval, len(group)))]
 
 
-def _within_a_point(interval: Interval) -> str:
+def _within_a_point(interval: Interval, seeds: int) -> Verdict:
     """Return whether a rise of the retain error is within a point, over training seeds."""
-    low, high = interval.low, interval.high
-    if np.isnan(low):
-        low = high = interval.value
-    return "met" if high <= POINT else "missed" if low > POINT else "undecided"
+    if np.isnan(interval.low):
+        return Verdict("met" if interval.value <= POINT else "missed")
+    return _tested(
+        more=_two_sided(interval, seeds, POINT, above=True),
+        within=_two_sided(interval, seeds, POINT, above=False),
+    )

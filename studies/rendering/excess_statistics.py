@@ -210,11 +210,26 @@ def p_of_seeds(interval: SeedInterval) -> float:
     It is below 0.05 exactly if the interval of `cluster_bootstrap` excludes 0. It is nan where the
     interval is.
     """
+    below = p_of_mean(interval, interval.seeds, 0.0)
+    return 2 * min(below, 1 - below)
+
+
+def p_of_mean(interval: Interval, seeds: int, bound: float) -> float:
+    """Return the one-sided p-value that a mean over training seeds is not below a bound.
+
+    It is Student's test that belongs to a 95 % interval of the form mean +- t s. It is below 0.025
+    exactly if the interval lies below the bound.
+
+    Args:
+        interval: The mean and its 95 % interval.
+        seeds: The number of training seeds.
+        bound: The bound, as a share.
+    """
     from scipy.stats import t
 
-    freedom = interval.seeds - 1
+    freedom = seeds - 1
     deviation = (interval.high - interval.value) / float(t.ppf(0.975, freedom))
-    return float(2 * t.sf(abs(interval.value) / deviation, freedom))
+    return float(t.cdf((interval.value - bound) / deviation, freedom))
 
 
 def p_of_prompts(erased: Sequence[Content], controls: Sequence[Content]) -> float:

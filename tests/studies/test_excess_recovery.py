@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 import yaml
 
 from concept_eraser import api
+from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.seed_statistics import difference_of_seeds
 from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.models.loading import load
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils.errors import UserError
-from studies import excess_recovery, render_results, second_judge
+from studies import excess_recovery, image_labels, render_results, second_judge
 from studies.rendering import common, excess_details, excess_goal
 from studies.rendering import excess_recovery as rendering
 from studies.rendering import excess_statistics as statistics
@@ -294,7 +296,8 @@ def test_prompts_that_show_the_concept_without_steps_have_no_savings() -> None:
 def test_the_verdict_needs_a_control_that_can_show_an_excess() -> None:
     def verdict(erased: tuple[int, ...], control: int) -> str:
         seeds = [attempts([True] * hits + [False] * (48 - hits)) for hits in erased]
-        return excess_goal.verdict(seeds, [attempts([True] * control + [False] * (48 - control))])
+        controls = [attempts([True] * control + [False] * (48 - control))]
+        return excess_goal.verdict(seeds, controls).text
 
     assert verdict((48, 48, 48), 44) == "saturated"
     assert verdict((30, 32, 31), 2) == "missed"
@@ -305,15 +308,38 @@ def test_the_verdict_needs_a_control_that_can_show_an_excess() -> None:
     assert verdict((2, 2), 2) == "undecided"  # two training seeds
 
 
+def test_the_verdicts_are_corrected_for_the_number_of_tests() -> None:
+    """Holm's correction multiplies the smallest of three p-values by three."""
+    verdict = excess_goal.Verdict
+    verdicts = [
+        verdict("missed", more=0.015, within=1.0, fewer=1.0),
+        verdict("saturated"),
+        verdict("met, fewer", more=1.0, within=0.001, fewer=0.02),
+        verdict("undecided", more=0.2, within=0.4, fewer=1.0),
+    ]
+    assert excess_goal.correct(verdicts) == ["missed", "saturated", "met", "undecided"]
+    assert excess_goal.correct([*verdicts, verdicts[-1]])[0] == "undecided"  # 4 x 0.015
+
+
+def test_the_p_value_of_a_bound_belongs_to_the_interval() -> None:
+    values = [[0.1, 0.2], [0.3, 0.4], [0.2, 0.1]]
+    interval = statistics.cluster_bootstrap(values)
+    for bound, p in ((interval.high, 0.025), (interval.value, 0.5), (interval.low, 0.975)):
+        assert statistics.p_of_mean(interval, 3, bound) == pytest.approx(p)
+    narrow = statistics.cluster_bootstrap(values, confidence=statistics.WITHIN)
+    assert statistics.p_of_mean(interval, 3, narrow.high) == pytest.approx(0.05)
+
+
 def test_the_goal_takes_the_attribute_that_suffers_most() -> None:
     """On the neighbours of purple the shape loses more than the colour."""
     table = excess_goal.goal_table(dict(Results(STUDY)))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     verdicts = {(part, concept, name): cells for part, concept, name, *cells in rows}
-    *_, difference, goal = verdicts["neighbours", "purple", "shape"]
+    *_, difference, goal, corrected = verdicts["neighbours", "purple", "shape"]
     assert difference.startswith("9.0 [")
-    assert goal == "missed"
-    assert verdicts["without text", "striped", "completion"][-1] == "missed"
+    assert (goal, corrected) == ("missed", "undecided")
+    assert verdicts["without text", "striped", "completion"][-2:] == ["missed", "undecided"]
+    assert verdicts["revival", "heart", "revival"][-2:] == ["met", "met"]  # no prompt differs
     assert verdicts["without text", "striped", "worst case"][-1] == "saturated"
     parts = {part for part, *_ in rows if not part.startswith("not in the goal")}
     assert parts == {*excess_goal.PARTS.values(), *excess_goal.RETAIN.values()}
@@ -470,11 +496,66 @@ def small_study(control: Path) -> dict[str, Any]:
             }
         },
         "entries": {"uce": {"label": "UCE", "recipe": "tiny_star_uce"}},
+        "metrics": [{"name": "clip_score", "model": "tiny2"}],
         "n": 4,
         "batch": 4,
         "seed": 0,
         "attacks": {"completion": {"name": "completion", "options": {"strengths": [0.5]}}},
     }
+
+
+def assert_rates_follow_from_labels(content: Mapping[str, Any]) -> None:
+    """Compute the rates of an evaluation again from the labels of its images."""
+    protocol = content["evaluation"]["protocol"]
+    ((attribute, value),) = protocol["concept"].items()
+    results = content["evaluation"]["results"]
+    compared = 0
+    for result in results:
+        group, metric = result["group"], result["metric"]
+        if group not in protocol["groups"]:
+            continue  # a number of several groups, or of the prompts of one value
+        if metric != "concept_rate" and not metric.startswith("accuracy_"):
+            continue
+        is_rate = metric == "concept_rate"
+        name = attribute if is_rate else metric.removeprefix("accuracy_")
+        prompts = suites.group_prompts(suites.Suite.model_validate(protocol), group)
+        for stage in ("before", "after"):
+            labels = image_labels.decode(content["labels"], stage, group=group, attribute=name)
+            wanted = [value if is_rate else row.fields.get(name) for row in prompts.prompts]
+            pairs = [pair for pair in zip(labels, wanted, strict=True) if pair[1] is not None]
+            rate = sum(label == other for label, other in pairs) / len(pairs)
+            assert rate == pytest.approx(result[stage]["value"]), (group, metric, stage)
+            compared += 1
+    assert compared >= 4  # two groups, before and after
+
+
+def test_the_labels_of_images_survive_their_encoding() -> None:
+    columns = {"predicted_shape": ["star", "heart", "none"], "predicted_color": ["red"] * 3}
+    rows = [
+        {
+            "stage": stage,
+            "group": "direct",
+            "position": position,
+            **{name: values[position] for name, values in columns.items()},
+        }
+        for stage in ("before", "after")
+        for position in (2, 0, 1)
+    ]
+    content = json.loads(json.dumps(image_labels.encode(rows)))
+    for stage in ("before", "after"):
+        for attribute in ("shape", "color"):
+            labels = image_labels.decode(content, stage, group="direct", attribute=attribute)
+            assert labels == columns[f"predicted_{attribute}"]
+    many = [{**rows[0], "position": i, "predicted_shape": f"label {i}"} for i in range(37)]
+    with pytest.raises(ValueError, match="more than 36"):
+        image_labels.encode(many)
+
+
+@pytest.mark.parametrize("study", [config.stem for config in CONFIGS])
+def test_the_rates_of_stored_evaluations_follow_from_their_labels(study: str) -> None:
+    for content in Results(study).values():
+        if "labels" in content:
+            assert_rates_follow_from_labels(content)
 
 
 def test_the_study_attacks_continues_and_renders(
@@ -496,12 +577,14 @@ def test_the_study_attacks_continues_and_renders(
         "heart_uce_seed0_completion",
     ]
     assert results["heart_uce_seed0"]["evaluation"]["control"]["predictions"]
+    assert_rates_follow_from_labels(results["heart_uce_seed0"])
     before = dict(results)
     monkeypatch.setattr(excess_recovery.runner, "run", None)  # a new attack would be an error
     excess_recovery.run(study, results, **call)
     assert dict(results) == before
     page = rendering.page(STUDY)
     assert "| without text | completion | UCE | 1 |" in page
+    assert "| independent CLIP score x100 (original) |" in page
     assert "## heart" in page
     assert render_results.TABLES  # the page is one of those that the command renders
     assert STUDY in rendering.PAGES
