@@ -25,11 +25,11 @@ from concept_eraser.evaluation.never_learned import (
     require_different,
 )
 from concept_eraser.evaluation.suite import PromptEvaluation as PromptEvaluation
+from concept_eraser.exporting import model_card
 from concept_eraser.exporting.eval_results import hub_files as hub_files
 from concept_eraser.exporting.formats import export as export
 from concept_eraser.exporting.hub import push_to_hub as push_to_hub
 from concept_eraser.exporting.merge import merge as merge
-from concept_eraser.exporting.model_card import card as card
 from concept_eraser.models import loading, residual_gate
 from concept_eraser.models.base import Loaded, Model, ModelSource
 from concept_eraser.models.families.clip import Clip
@@ -867,7 +867,7 @@ def report(
     if isinstance(source, str | Path):
         if suite is not None or not write.has_numbers_only(Path(source)):
             run = Path(source)
-            source, path = _evaluate_again(
+            source, path = _report_again(
                 run,
                 path,
                 suite,
@@ -908,24 +908,95 @@ def report(
     )
 
 
-def _evaluate_again(
+def card(
+    run: str | Path,
+    *,
+    repository: str = "owner/name",
+    license: str = "other",
+    kind: str | None = None,
+    control: ModelSource | Sequence[ModelSource] | None = None,
+    allow_pickle: bool = False,
+    progress: Progress = silent,
+    cache: str | Path | None = None,
+) -> str:
+    """Write the model card of a finished run.
+
+    It states what was erased and how, what was measured, and what was not measured.
+
+    Args:
+        run: the run folder.
+        repository: the hub id in the card's code.
+        license: the licence of the weights, as the hub spells it. The base model's licence is not
+            known here, so the default is "other", and the card asks for it.
+        kind: what the repository has, "pipeline", "lora" or "both" (default: all that the run has).
+        control: a model that never learned the concept, or a list of them, as in `evaluate`. The
+            run's evaluation is repeated against it. The controls of the run's evaluation and of its
+            attacks are always shown.
+        allow_pickle: with a control, also load pickled weights, which can execute code.
+        progress: called as work with a control advances.
+        cache: with a control, a folder for generated images, in place of the user's cache.
+
+    Returns:
+        The card as Markdown with its YAML header.
+
+    Raises:
+        UserError: the folder is not a finished run; or with a control, the run was not evaluated,
+            was evaluated on labelled data, or has other weights by now.
+
+    Example:
+        >>> import concept_eraser
+        >>> text = concept_eraser.card("runs/tiny_star_munba", license="openrail++")
+    """
+    gap = None
+    if control is not None:
+        model_card.finished_run(Path(run))
+        evaluation = _evaluate_again(
+            Path(run),
+            control=control,
+            allow_pickle=allow_pickle,
+            progress=progress,
+            cache=None if cache is None else Path(cache),
+        )
+        gap = None if evaluation.control is None else evaluation.control.as_dict()
+    return model_card.card(run, repository=repository, license=license, kind=kind, gap=gap)
+
+
+def _report_again(
     run: Path,
     path: str | Path | None,
     suite: keywords.SuiteSource | None,
+    **options: Any,
+) -> tuple[PromptEvaluation, Path]:
+    """Return the evaluation of a run, and the file of its page.
+
+    suite: a suite in place of the protocol of the run's evaluation. options: as `_evaluate_again`.
+    """
+    write.require_prompted(run)
+    folder = run
+    if suite is not None:
+        protocol = suites.load(suite)
+        name = Path(suite).stem if isinstance(suite, str | Path) else "suite"
+        folder = run_results.place_for(run, protocol, name)
+    place = Path(path or folder / "report.html")
+    html.require_ours(place)
+    return _evaluate_again(run, suite, **options), place
+
+
+def _evaluate_again(
+    run: Path,
+    suite: keywords.SuiteSource | None = None,
     *,
     control: ModelSource | Sequence[ModelSource] | None,
     allow_pickle: bool,
     progress: Progress,
     cache: Path | None,
-) -> tuple[PromptEvaluation, Path]:
+) -> PromptEvaluation:
     """Evaluate a run by a suite, or again by the protocol of its evaluation.
 
     Numbers of controls that the evaluation has already are not measured again.
-
-    Returns the evaluation and the file of its page.
     """
     write.require_prompted(run)
-    folder, before, models, gap = run, None, None, None
+    before, models, gap = None, None, None
     if suite is None:
         content = run_results.read_evaluation(run)
         models, gap = content["models"], content.get("control")
@@ -935,12 +1006,6 @@ def _evaluate_again(
             "sensitive": content.get("sensitive", False),
             "second_judge": content.get("second_judge", {}).get("name"),
         }
-    else:
-        protocol = suites.load(suite)
-        name = Path(suite).stem if isinstance(suite, str | Path) else "suite"
-        folder = run_results.place_for(run, protocol, name)
-    place = Path(path or folder / "report.html")
-    html.require_ours(place)
     evaluation = evaluate(
         run,
         suite,
@@ -960,7 +1025,7 @@ def _evaluate_again(
         )
     if gap is not None and control is None:
         evaluation = replace(evaluation, control=RetrainingGap(**gap))
-    return evaluation, place
+    return evaluation
 
 
 def _options_of(model: ModelSource) -> dict[str, float]:

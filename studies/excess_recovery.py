@@ -139,7 +139,7 @@ def train(
 ) -> Model:
     """Return an erased model. A finished run is loaded."""
     recipe = recipe_of(erasure_of(study, entry, case.name), point, seed)
-    folder = work / model_key(case.name, entry, seed)
+    folder = _run_folder(case, entry, seed, work)
     clear(folder, recipe)
     if recipe.has_objects and (folder / "done.json").exists():
         # `erase` reads no finished run with an object; this one is of the same study
@@ -150,6 +150,10 @@ def train(
     model = cast(Model, erased_model(run))
     onto_gpu(model)
     return model
+
+
+def _run_folder(case: Case, entry: str, seed: int, work: Path) -> Path:
+    return work / model_key(case.name, entry, seed)
 
 
 def evaluate(
@@ -296,8 +300,10 @@ def run(
                 about = {"concept": name, "kind": "erased", "model": entry, "seed": seed}
                 about |= {"label": study["entries"][entry]["label"]}
                 key = model_key(name, entry, seed)
+                seconds = jobs.read_done(_run_folder(case, entry, seed, work))["seconds"]
+                trained = {**about, "training_seconds": seconds}
                 metrics = study.get("metrics", ())
-                evaluate(results, case, key, model=model, about=about, metrics=metrics)
+                evaluate(results, case, key, model=model, about=trained, metrics=metrics)
                 report(key)
                 if "second_judge" in study:
                     key, judge = second_judge_key(key), study["second_judge"]

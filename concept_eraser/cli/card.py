@@ -43,9 +43,26 @@ def card(
             show_default=False,
         ),
     ] = None,
+    control: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help=(
+                "a model that never learned the concept; the run's evaluation is repeated against "
+                "it (default: the controls of the evaluation); may be given several times"
+            )
+        ),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="replace the files at --output and --results")
     ] = False,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="with --control, load pickled weights (they can execute code)",
+        ),
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
 ) -> None:
     """Write the model card of a run, or its numbers as the hub's evaluation results.
 
@@ -58,9 +75,12 @@ def card(
 
       concept-eraser card runs/mine --repo me/no-star --license openrail++ -o README.md
 
+      concept-eraser card runs/mine --control tiny-sd-without-star
+
       concept-eraser card runs/mine --benchmark me/erasure --results hub_files
     """
     from concept_eraser import api
+    from concept_eraser.cli.progress_bars import bars
     from concept_eraser.storage.writers import probe, write_text
 
     if (benchmark is None) != (results is None):
@@ -73,7 +93,15 @@ def card(
         if output.is_file() and not overwrite:
             raise UserError(f"{output} exists already; give another --output, or --overwrite")
         probe(output)
-    text = api.card(run, repository=repository, license=license)
+    with bars(quiet) as progress:
+        text = api.card(
+            run,
+            repository=repository,
+            license=license,
+            control=control or None,
+            allow_pickle=allow_pickle,
+            progress=progress,
+        )
     if output is None:
         typer.echo(text, nl=False)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,11 @@ class Measurements:
             for objective in self.recipe.forgotten
             if not any(_about(objective, content, alone) for content in results)
         ]
+
+    def with_gap(self, gap: Mapping[str, Any]) -> Measurements:
+        """Return the measurements with this gap to retraining in the run's own evaluation."""
+        own, *others = self.evaluations
+        return replace(self, evaluations=[clean({**own, "control": gap}), *others])
 
     def _name(self, objective: Any) -> str:
         alone = len(self.recipe.forgotten) == 1

@@ -66,6 +66,7 @@ def card(
     repository: str = "owner/name",
     license: str = "other",
     kind: str | None = None,
+    gap: Mapping[str, Any] | None = None,
 ) -> str:
     """Write the model card of a finished run.
 
@@ -77,16 +78,14 @@ def card(
         license: the licence of the weights, as the hub spells it. The base model's licence is not
             known here, so the default is "other", and the card asks for it.
         kind: what the repository has, "pipeline", "lora" or "both" (default: all that the run has).
+        gap: the gap to retraining of the run's evaluation, as an evaluation.json has it, in place
+            of the stored one.
 
     Returns:
         The card as Markdown with its YAML header.
 
     Raises:
         UserError: the folder is not a finished run.
-
-    Example:
-        >>> import concept_eraser
-        >>> text = concept_eraser.card("runs/tiny_star_munba", license="openrail++")
     """
     folder = Path(run)
     recipe, summary = finished_run(folder)
@@ -95,6 +94,8 @@ def card(
         card_results.content(folder / "environment.json"),
     )
     result_schema.require(environment, result_schema.ENVIRONMENT, folder / "environment.json")
+    if gap is not None:
+        findings = findings.with_gap(gap)
     content = {
         "header": yaml.safe_dump(header(recipe, license, kind), sort_keys=False).strip(),
         "name": repository.rsplit("/", 1)[-1]

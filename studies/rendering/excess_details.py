@@ -232,16 +232,23 @@ def gap(group: Sequence[Content], name: str, relative: str) -> str:
 
 
 def seconds_table(results: Mapping[str, Content]) -> str:
-    """Return the hours of all attacks of a study, by device and kind of model."""
+    """Return the hours of a study, by device: of attacks by the kind of model, and of trainings.
+
+    The seconds of a training are those of an erasure. Older results do not have them.
+    """
     totals: dict[tuple[str, str], list[float]] = {}
     for one in results.values():
         if "campaign" in one:
-            device = one["campaign"]["environment"]["device"]
-            totals.setdefault((device, one["kind"]), []).append(one["campaign"]["seconds"])
-    rows = [["device", "attacks on", "attacks", "hours"]]
-    for (device, kind), seconds in sorted(totals.items()):
-        victims = "controls" if kind == "control" else "erased models"
-        rows.append([device, victims, str(len(seconds)), f"{sum(seconds) / 3600:.2f}"])
+            campaign = one["campaign"]
+            victims = "controls" if one["kind"] == "control" else "erased models"
+            key = (campaign["environment"]["device"], f"attacks on {victims}")
+            totals.setdefault(key, []).append(campaign["seconds"])
+        elif "training_seconds" in one:
+            key = (one["environment"]["device"], "trainings of erasures")
+            totals.setdefault(key, []).append(one["training_seconds"])
+    rows = [["device", "what", "number", "hours"]]
+    for (device, what), seconds in sorted(totals.items()):
+        rows.append([device, what, str(len(seconds)), f"{sum(seconds) / 3600:.2f}"])
     return table(rows)
 
 

@@ -317,6 +317,21 @@ def test_the_card_shows_the_numbers_against_a_control(evaluated_run: Path, tmp_p
     assert len(without) < 20  # nothing else changed
 
 
+def test_the_card_repeats_the_evaluation_against_a_control(evaluated_run: Path) -> None:
+    stored = (evaluated_run / "evaluation.json").read_bytes()
+    plain = concept_eraser.card(evaluated_run)
+    text = concept_eraser.card(evaluated_run, control="tiny-sd-without-star")
+    added = [line for line in text.splitlines() if line not in plain.splitlines()]
+    assert any("a model that never learned the concept" in line for line in added)
+    rows = [line for line in added if line.startswith("| direct (forget) | ")]
+    assert len(rows) == 1
+    assert rows[0].endswith(" | - | 4 |")  # one control, so none between two
+    assert len(added) < 12  # nothing else changed
+    assert (evaluated_run / "evaluation.json").read_bytes() == stored
+    with pytest.raises(UserError, match="never learned"):
+        concept_eraser.card(evaluated_run, control="tiny-sd")
+
+
 def test_a_run_on_labelled_data(tmp_path: Path) -> None:
     run = tmp_path / "class"
     run.mkdir()

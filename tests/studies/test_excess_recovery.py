@@ -578,6 +578,10 @@ def test_the_study_attacks_continues_and_renders(
     ]
     assert results["heart_uce_seed0"]["evaluation"]["control"]["predictions"]
     assert_rates_follow_from_labels(results["heart_uce_seed0"])
+    assert results["heart_uce_seed0"]["training_seconds"] > 0
+    hours = excess_details.seconds_table(results)
+    for what in ("attacks on controls", "attacks on erased models", "trainings of erasures"):
+        assert f"| cpu | {what} | 1 |" in hours
     before = dict(results)
     monkeypatch.setattr(excess_recovery.runner, "run", None)  # a new attack would be an error
     excess_recovery.run(study, results, **call)
