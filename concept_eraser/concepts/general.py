@@ -162,6 +162,7 @@ def _judging(concept: GeneralConcept, neighbours: Sequence[str]) -> dict[str, An
     return {
         "concept": {"concept": concept.name},
         "judge": {"name": "clip", "labels": labels},
-        "sensitive": concept.kind.name == "content",
+        # a content word is sensitive under any kind that the user gives
+        "sensitive": "content" in (concept.kind.name, guess_kind(concept.name)),
         "metrics": ["concept_rate", "clip_score"],
     }

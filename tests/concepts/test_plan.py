@@ -155,6 +155,29 @@ def test_nudity_is_judged_by_nudenet_and_blurred() -> None:
     assert suites.load(suite).sensitive
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nude person", None),
+        ("gore painting", None),
+        ("Nude, reclining", None),
+        ("gore", "style"),
+        ("drunk man", "object"),
+    ],
+)
+def test_images_of_a_content_word_are_blurred(name: str, kind: str | None) -> None:
+    (concept,) = make_plan([name], model="./sd15", kind=kind).concepts
+    assert concept.kind == (kind or "content")
+    assert suites.load(concept.suite).sensitive
+
+
+def test_images_of_other_concepts_are_not_blurred() -> None:
+    """Not where the shipped list has another kind: a synonym of the golden retriever has "gun"."""
+    for name in ("zorblax painting", "gun dog with a golden coat"):
+        (concept,) = make_plan([name], model="./sd15").concepts
+        assert not suites.load(concept.suite).sensitive
+
+
 def test_an_unknown_concept_gets_the_anchor_of_its_kind() -> None:
     for kind in KINDS:
         plan = make_plan(["Zorblax"], model="./sd15", kind=kind)
@@ -175,6 +198,7 @@ def test_captions_near_the_concept_are_measured_apart(shared_tiny: Any) -> None:
 def test_guessing_a_kind() -> None:
     assert guess_kind("Van Gogh") == "style"
     assert guess_kind("nudity") == "content"
+    assert guess_kind("nude person") == guess_kind("a gore painting") == "content"
     assert guess_kind("Jane Q. Nobody") == "person"
     assert guess_kind("zorblax") == "object"
     assert look_up(" van  gogh ") == look_up("Van Gogh")
