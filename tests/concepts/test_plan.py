@@ -188,6 +188,27 @@ def test_an_unknown_concept_gets_the_anchor_of_its_kind() -> None:
         make_plan(["Zorblax"], model="./sd15", anchors=["zorblax"])
 
 
+def test_no_anchor_is_erased_itself() -> None:
+    """A default is replaced by the anchor of the erased concept, or by that of the kind."""
+    for names, anchors in (
+        (["goldfish", "fish"], ["animal", "animal"]),
+        (["goldfish", "trout"], ["animal", "animal"]),  # a synonym of fish
+        (["tench", "fish", "animal"], ["object", "object", "object"]),
+        (["goldfish", "star"], ["fish", "circle"]),
+    ):
+        plan = make_plan(names, model="./sd15")
+        assert [one.anchor for one in plan.concepts] == anchors
+        for one, anchor in zip(plan.concepts, anchors, strict=True):
+            assert one.objective["anchor"] == {"concept": anchor}
+            assert one.suite["judge"]["labels"][1] == anchor
+    with pytest.raises(UserError, match="'dog' of 'cat' is erased too, as 'dog'"):
+        make_plan(["cat", "dog"], model="./sd15", anchors=["dog", "cat"])
+    with pytest.raises(UserError, match="'fish' of 'goldfish' is erased too, as 'trout'"):
+        make_plan(["goldfish", "trout"], model="./sd15", anchors=["fish", "animal"])
+    with pytest.raises(UserError, match="'person' of 'zorblax' is erased too"):
+        make_plan(["zorblax", "person"], model="./sd15", anchors=["person", "lamp"])
+
+
 def test_captions_near_the_concept_are_measured_apart(shared_tiny: Any) -> None:
     plan = make_plan(["Van Gogh"], model="./sd15", text_encoder=shared_tiny)
     close = texts_of(plan, "nearest_captions")
