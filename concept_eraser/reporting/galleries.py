@@ -141,7 +141,9 @@ def of_group(content: dict[str, Any], name: str, limit: int = EXAMPLES) -> Galle
     protocol = content["protocol"]
     group = protocol["groups"][name]
     rows = prompts.load(group["prompts"]).take(group["n"], protocol["seed"])
-    if rows.hash != content["prompt_hashes"][name]:
+    # an early version did not record them
+    recorded_hash = (content.get("prompt_hashes") or {}).get(name, rows.hash)
+    if rows.hash != recorded_hash:
         raise UserError(
             f"the prompts of {name!r} ({group['prompts']}) have changed since they were "
             "measured; evaluate it again"

@@ -278,6 +278,19 @@ def test_a_page_without_models_says_why_and_keeps_its_numbers(
     assert Page(text).row("gone")["star, direct %"]
 
 
+def test_an_evaluation_without_hashes_of_its_prompts_has_images() -> None:
+    """The key is optional. A hash that is recorded is compared."""
+    content: dict[str, Any] = {"protocol": suites.load(SUITE).model_dump(mode="json")}
+    (example, *_) = galleries.of_group(content, "retained").examples
+    rows = suites.group_prompts(suites.load(SUITE), "retained")
+    assert example.prompt == rows.texts[0]
+    content["prompt_hashes"] = {"retained": rows.hash}
+    assert galleries.of_group(content, "retained").examples[0] == example
+    content["prompt_hashes"] = {"retained": "another"}
+    with pytest.raises(UserError, match=r"the prompts of 'retained' .* have changed"):
+        galleries.of_group(content, "retained")
+
+
 def detail(rendered_image: np.ndarray) -> float:
     """Energy of all structures finer than 1/10 of the image, under a window that removes its
     borders.
