@@ -7,8 +7,8 @@ A caption that mentions a concept or one of its synonyms is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from concept_eraser.concepts.known import Kind, guess_kind, look_up, require_kind
@@ -81,6 +81,44 @@ def find(name: str, kind: str | None, anchor: str | None) -> GeneralConcept:
             "one, e.g. --anchor 'a person'"
         )
     return concept
+
+
+def find_all(
+    names: Sequence[str], kind: str | None, anchors: Sequence[str | None]
+) -> list[GeneralConcept]:
+    """Gather what is known of the concepts of one job. No anchor concept is erased itself.
+
+    Args:
+        names: The concepts.
+        kind: The kind of all; None to guess each.
+        anchors: The anchor concept of each. None stands for the one of the shipped list. Where
+            that is erased too, its own anchor is used, or else that of the kind.
+
+    Raises:
+        UserError: As `find`, or an anchor is erased.
+    """
+    concepts = [find(name, kind, anchor) for name, anchor in zip(names, anchors, strict=True)]
+    erased = {word.casefold(): one for one in concepts for word in one.words}
+    result = []
+    for concept, given in zip(concepts, anchors, strict=True):
+        anchor = concept.anchor if given else _default_anchor(concept, erased)
+        if other := erased.get(anchor.casefold()):
+            raise UserError(
+                f"the anchor concept {quote(anchor)} of {quote(concept.name)} is erased too, as "
+                f"{quote(other.name)}; give another one, e.g. --anchor 'a person'"
+            )
+        result.append(replace(concept, anchor=anchor))
+    return result
+
+
+def _default_anchor(concept: GeneralConcept, erased: Mapping[str, GeneralConcept]) -> str:
+    """Return the first anchor that is not erased, or else the anchor of the concept's kind."""
+    anchor = concept.anchor
+    for _ in erased:  # more steps would go round in a circle
+        if (other := erased.get(anchor.casefold())) is None:
+            return anchor
+        anchor = other.anchor
+    return concept.kind.anchor
 
 
 def forget_prompts(concept: GeneralConcept) -> dict[str, Any]:
@@ -162,6 +200,7 @@ def _judging(concept: GeneralConcept, neighbours: Sequence[str]) -> dict[str, An
     return {
         "concept": {"concept": concept.name},
         "judge": {"name": "clip", "labels": labels},
-        "sensitive": concept.kind.name == "content",
+        # a content word is sensitive under any kind that the user gives
+        "sensitive": "content" in (concept.kind.name, guess_kind(concept.name)),
         "metrics": ["concept_rate", "clip_score"],
     }

@@ -6,6 +6,7 @@ concept, synonyms and neighbours.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -91,7 +92,8 @@ def look_up(concept: str) -> KnownConcept | None:
 def guess_kind(concept: str) -> KindName:
     """Guess the kind of a concept from the shipped list, from hints in its words, or from capitals.
 
-    A name of two or more capitalised words is taken for a person, anything else for an object.
+    Hints of content come first, because its images are blurred in reports. A name of two or more
+    capitalised words is taken for a person, anything else for an object.
 
     Example:
         >>> guess_kind("a watercolor painting")
@@ -100,8 +102,9 @@ def guess_kind(concept: str) -> KindName:
     if entry := look_up(concept):
         return entry.kind
     words = concept.split()
-    for kind in kinds().values():
-        if kind.words & {word.casefold() for word in words}:
+    hints = set(re.findall(r"\w+", concept.casefold()))  # without punctuation
+    for kind in sorted(kinds().values(), key=lambda kind: kind.name != "content"):
+        if kind.words & hints:
             return kind.name
     return "person" if len(words) > 1 and all(word[0].isupper() for word in words) else "object"
 

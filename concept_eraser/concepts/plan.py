@@ -169,8 +169,8 @@ def make_plan(
 
     Raises:
         UserError: A concept or an anchor is empty, too long, given twice or unknown to the bundled
-            model; the kind is unknown; the numbers of concepts and anchors differ; `images` is
-            out of bounds.
+            model; an anchor is erased itself; the kind is unknown; the numbers of concepts and
+            anchors differ; `images` is out of bounds.
     """
     names = [_require_name(name) for name in concepts]
     _require_different(names)
@@ -277,9 +277,7 @@ def _general_plan(
     anchors: Sequence[str | None],
     text_encoder: Model | None,
 ) -> ErasurePlan:
-    concepts = [
-        general.find(name, kind, anchor) for name, anchor in zip(names, anchors, strict=True)
-    ]
+    concepts = general.find_all(names, kind, anchors)
     captions = general.held_out_captions(concepts)
     plans = []
     for concept in concepts:

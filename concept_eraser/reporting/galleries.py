@@ -12,6 +12,7 @@ from concept_eraser.data import generate, prompts
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.models import loading, run_base
 from concept_eraser.models.base import Model, onto_gpu
+from concept_eraser.models.safeguards import Guard, safeguard_in
 from concept_eraser.reporting import html
 from concept_eraser.reporting.run_results import Entry, family_of, weights_of
 from concept_eraser.utils import provenance
@@ -141,7 +142,9 @@ def of_group(content: dict[str, Any], name: str, limit: int = EXAMPLES) -> Galle
     protocol = content["protocol"]
     group = protocol["groups"][name]
     rows = prompts.load(group["prompts"]).take(group["n"], protocol["seed"])
-    if rows.hash != content["prompt_hashes"][name]:
+    # an early version did not record them
+    recorded_hash = (content.get("prompt_hashes") or {}).get(name, rows.hash)
+    if rows.hash != recorded_hash:
         raise UserError(
             f"the prompts of {name!r} ({group['prompts']}) have changed since they were "
             "measured; evaluate it again"
@@ -225,12 +228,14 @@ class ImageRenderer:
             )
 
     def _models(self, entry: Entry) -> tuple[Model, Model]:
-        """Load the original and the erased model.
+        """Load the original and the erased model, the latter under the evaluation's safeguard.
 
         Raises UserError if one is missing or has other weights by now.
         """
         model_names = entry.content["models"]
         before, after = (model_names[when].rsplit(" (", 1)[0] for when in ("before", "after"))
+        if guard := safeguard_in(model_names["after"]):
+            after = after.removesuffix(f" under {guard}")
         if model_names["before"] not in self.originals:
             self.originals[model_names["before"]] = _same(
                 loading.load(before), model_names["before"]
@@ -249,6 +254,8 @@ class ImageRenderer:
         onto_gpu(original, _same(erased_model, model_names["after"]))
         for model in (original, erased_model):
             model.configure(entry.content.get("model_options", {}))
+        if guard:
+            erased_model.protect(Guard.read(guard))
         return original, erased_model
 
 

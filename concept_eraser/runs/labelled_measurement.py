@@ -29,6 +29,8 @@ from concept_eraser.utils import provenance as environment
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
 
+FORGOTTEN_TEST = "test, forgotten classes"
+
 
 @dataclass(frozen=True)
 class LabelledEvaluation(Evaluation):
@@ -124,12 +126,14 @@ def measure(
         test_rows = (~is_forgotten).nonzero()[:, 0]
         sets |= {
             "test": (test, test_rows),
-            "test, forgotten classes": (test, is_forgotten.nonzero()[:, 0]),
+            FORGOTTEN_TEST: (test, is_forgotten.nonzero()[:, 0]),
         }
     # a set of fewer than two examples has no interval
     few = sorted(name for name, (_, rows) in sets.items() if len(rows) < 2)
     sets = {name: value for name, value in sets.items() if name not in few}
-    obstacle = "" if recipe.target == "vae" else _membership_obstacle(data, other, test, few=few)
+    # without test examples of the forgotten classes only the AUC is missing
+    needed = [name for name in few if name != FORGOTTEN_TEST]
+    obstacle = "" if recipe.target == "vae" else _membership_obstacle(data, other, test, few=needed)
     measurements: dict[str, dict[str, Any]] = {}
     for when, model in (("before", _before(recipe, before, allow_code)), ("after", erased_model)):
         if model is None:
@@ -173,7 +177,7 @@ def _membership_obstacle(
         data: The data of the forget set.
         other: The data of the retain set.
         test: The test examples.
-        few: The sets of fewer than two examples.
+        few: The sets of fewer than two examples that the attacks need.
     """
     if test is None:
         return "there are no test examples"

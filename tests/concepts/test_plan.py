@@ -155,6 +155,29 @@ def test_nudity_is_judged_by_nudenet_and_blurred() -> None:
     assert suites.load(suite).sensitive
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nude person", None),
+        ("gore painting", None),
+        ("Nude, reclining", None),
+        ("gore", "style"),
+        ("drunk man", "object"),
+    ],
+)
+def test_images_of_a_content_word_are_blurred(name: str, kind: str | None) -> None:
+    (concept,) = make_plan([name], model="./sd15", kind=kind).concepts
+    assert concept.kind == (kind or "content")
+    assert suites.load(concept.suite).sensitive
+
+
+def test_images_of_other_concepts_are_not_blurred() -> None:
+    """Not where the shipped list has another kind: a synonym of the golden retriever has "gun"."""
+    for name in ("zorblax painting", "gun dog with a golden coat"):
+        (concept,) = make_plan([name], model="./sd15").concepts
+        assert not suites.load(concept.suite).sensitive
+
+
 def test_an_unknown_concept_gets_the_anchor_of_its_kind() -> None:
     for kind in KINDS:
         plan = make_plan(["Zorblax"], model="./sd15", kind=kind)
@@ -163,6 +186,27 @@ def test_an_unknown_concept_gets_the_anchor_of_its_kind() -> None:
         make_plan(["Zorblax"], model="./sd15", kind="animal")
     with pytest.raises(UserError, match="what shall be erased"):
         make_plan(["Zorblax"], model="./sd15", anchors=["zorblax"])
+
+
+def test_no_anchor_is_erased_itself() -> None:
+    """A default is replaced by the anchor of the erased concept, or by that of the kind."""
+    for names, anchors in (
+        (["goldfish", "fish"], ["animal", "animal"]),
+        (["goldfish", "trout"], ["animal", "animal"]),  # a synonym of fish
+        (["tench", "fish", "animal"], ["object", "object", "object"]),
+        (["goldfish", "star"], ["fish", "circle"]),
+    ):
+        plan = make_plan(names, model="./sd15")
+        assert [one.anchor for one in plan.concepts] == anchors
+        for one, anchor in zip(plan.concepts, anchors, strict=True):
+            assert one.objective["anchor"] == {"concept": anchor}
+            assert one.suite["judge"]["labels"][1] == anchor
+    with pytest.raises(UserError, match="'dog' of 'cat' is erased too, as 'dog'"):
+        make_plan(["cat", "dog"], model="./sd15", anchors=["dog", "cat"])
+    with pytest.raises(UserError, match="'fish' of 'goldfish' is erased too, as 'trout'"):
+        make_plan(["goldfish", "trout"], model="./sd15", anchors=["fish", "animal"])
+    with pytest.raises(UserError, match="'person' of 'zorblax' is erased too"):
+        make_plan(["zorblax", "person"], model="./sd15", anchors=["person", "lamp"])
 
 
 def test_captions_near_the_concept_are_measured_apart(shared_tiny: Any) -> None:
@@ -175,6 +219,7 @@ def test_captions_near_the_concept_are_measured_apart(shared_tiny: Any) -> None:
 def test_guessing_a_kind() -> None:
     assert guess_kind("Van Gogh") == "style"
     assert guess_kind("nudity") == "content"
+    assert guess_kind("nude person") == guess_kind("a gore painting") == "content"
     assert guess_kind("Jane Q. Nobody") == "person"
     assert guess_kind("zorblax") == "object"
     assert look_up(" van  gogh ") == look_up("Van Gogh")

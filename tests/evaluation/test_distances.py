@@ -666,6 +666,29 @@ def test_clip_weights_by_name_have_their_own_preprocessing(
     assert np.abs(by_file.extract(rendered_images["one"][:4]) - expected.numpy()).max() > 1e-3
     assert by_name.settings["model"] == "small, by_name" != by_file.settings["model"]
     assert by_name.fingerprint == by_file.fingerprint
+    assert set(by_name.protocol) == {"model", "resize", "input_size"}, "stored results have these"
+
+
+def test_a_folder_with_another_configuration_has_other_clip_features(
+    weights: Path, small_clip: Path, rendered_images: dict[str, Tensor]
+) -> None:
+    """The features of the earlier configuration are in the cache, and are not those of the new."""
+    name, some = f"local-dir:{small_clip}", rendered_images["one"][:4]
+    earlier = ClipFeatures(name)
+    features, file = earlier.extract(some), small_clip / "open_clip_config.json"
+    content = json.loads(file.read_text())
+
+    def difference() -> float:
+        file.write_text(json.dumps(content))
+        later = ClipFeatures(name)
+        assert later.settings != earlier.settings
+        return float(np.abs(later.extract(some) - features).max())
+
+    content["preprocess_cfg"]["mean"] = [0.1, 0.1, 0.1]
+    assert difference() > 1e-3
+    content["preprocess_cfg"]["mean"] = [0.4, 0.5, 0.6]
+    content["model_cfg"]["quick_gelu"] = True
+    assert difference() > 1e-5
 
 
 @pytest.mark.parametrize(

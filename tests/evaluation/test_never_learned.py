@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import pandas
 import pytest
 import torch
 
-from concept_eraser import UserError, api
+from concept_eraser import UserError, api, registry
 from concept_eraser.cli import attack as attack_command
 from concept_eraser.cli import evaluate as evaluate_command
 from concept_eraser.evaluation import result_schema, retraining
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import cascade, controlled, excess, runner
+from concept_eraser.evaluation.attacks.base import Attack
 from concept_eraser.evaluation.attacks.relearning import Relearning
 from concept_eraser.evaluation.attacks.revival import Revival
 from concept_eraser.evaluation.never_learned import NeverLearned, read_record
@@ -249,7 +250,7 @@ def test_the_steps_of_a_round_count_the_last_pause() -> None:
     relearning = Relearning(steps=25, every=10)
     assert [relearning.steps_after(i) for i in (1, 2, 3)] == [10, 20, 25]
     assert Revival(steps=60, every=50).steps_after(2) == 60
-    assert Revival(steps=60, every=50).training_steps == 60
+    assert Revival(steps=60, every=50).finetuning_steps == 60
     with pytest.raises(NotImplementedError):
         runner.Protocol(suites.load(SUITE), "random_tokens").build().steps_after(1)
 
@@ -287,6 +288,20 @@ def test_the_savings_of_an_attack_follow_from_its_rounds(attacked) -> None:
     assert comparison.excess["asr"]["difference"]["n"] == 4
     plain = runner.Protocol(suites.load(SUITE), "random_tokens", n=N)
     assert controlled.compare(plain, with_rounds(1), with_rounds(1)).savings == {}
+
+
+@pytest.mark.parametrize("name", ["classifier_guidance", "classifier_alone"])
+def test_an_attack_that_trains_a_classifier_has_no_savings(name: str) -> None:
+    """Its option `training_steps` counts steps of the classifier, not of the victim."""
+    work = runner.Protocol(suites.load(SUITE), name, {"training_steps": 2}, n=N)
+    attempts = {0: runner.Attempt("a star", 0, False, True, 1)}
+    assert controlled._savings(work, attempts, attempts) == {}
+
+
+def test_no_option_of_an_attack_hides_a_property_of_all_attacks() -> None:
+    for name in registry.names("attack"):
+        options = {field.name for field in fields(registry.load("attack", name))}
+        assert not options & vars(Attack).keys(), name
 
 
 def test_results_of_different_prompts_are_not_compared(attacked) -> None:

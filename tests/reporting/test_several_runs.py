@@ -278,6 +278,45 @@ def test_a_page_without_models_says_why_and_keeps_its_numbers(
     assert Page(text).row("gone")["star, direct %"]
 
 
+def test_an_evaluation_without_hashes_of_its_prompts_has_images() -> None:
+    """The key is optional. A hash that is recorded is compared."""
+    content: dict[str, Any] = {"protocol": suites.load(SUITE).model_dump(mode="json")}
+    (example, *_) = galleries.of_group(content, "retained").examples
+    rows = suites.group_prompts(suites.load(SUITE), "retained")
+    assert example.prompt == rows.texts[0]
+    content["prompt_hashes"] = {"retained": rows.hash}
+    assert galleries.of_group(content, "retained").examples[0] == example
+    content["prompt_hashes"] = {"retained": "another"}
+    with pytest.raises(UserError, match=r"the prompts of 'retained' .* have changed"):
+        galleries.of_group(content, "retained")
+
+
+def test_images_of_a_guarded_evaluation_are_guarded(tiny_fp32: Path, tmp_path: Path) -> None:
+    """In a folder of its own, and in one that holds the model."""
+    guard, suite = "negative:a star on a hill", {**SUITE, "metrics": ["concept_rate"]}
+    content = api.evaluate(
+        str(tiny_fp32), suites.load(suite).with_at_most(2), guard=guard, output=tmp_path / "guarded"
+    ).as_dict()
+    assert f" under {guard} (" in content["models"]["after"]
+    uris = []
+    for folder, recorded in ((tmp_path / "guarded", guard), (tiny_fp32, guard), (tiny_fp32, "")):
+        models = dict(content["models"])
+        if not recorded:
+            models["after"] = models["after"].replace(f" under {guard}", "")
+        entry = run_results.Entry(folder.name, folder, {**content, "models": models})
+        album = galleries.ImageRenderer().album(entry)
+        assert album.missing == ""
+        uris.append([shot.uri for gallery in album.galleries for shot in _shots(gallery)])
+    assert uris[0] == uris[1]
+    before, after = uris[0][::2], uris[0][1::2]
+    assert before == uris[2][::2] == uris[2][1::2], "without the safeguard both models are one"
+    assert all(one != other for one, other in zip(before, after, strict=True))
+
+
+def _shots(gallery: galleries.Gallery) -> list[galleries.ExampleImage]:
+    return [shot for example in gallery.examples for shot in example.shots]
+
+
 def detail(rendered_image: np.ndarray) -> float:
     """Energy of all structures finer than 1/10 of the image, under a window that removes its
     borders.

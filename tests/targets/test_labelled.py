@@ -19,6 +19,7 @@ from concept_eraser.cli.main import app
 from concept_eraser.data.labelled import Labelled, choose, from_arrays, open_data
 from concept_eraser.erasers import classifier, vae
 from concept_eraser.models.module import build
+from concept_eraser.runs import labelled_measurement
 from concept_eraser.training.closure import of_step
 from concept_eraser.utils.errors import Interrupted, UserError
 
@@ -266,6 +267,29 @@ def test_a_deletion_of_one_sample_is_measured(tmp_path: Path) -> None:
             api.evaluate(run.folder, **arguments)
     with pytest.raises(UserError, match="no report of images"):
         api.report(evaluation)
+
+
+def test_a_test_set_without_the_forgotten_class_has_membership_attacks(tmp_path: Path) -> None:
+    """The attacks and the table do not need that class in the test set, except for the AUC."""
+    build("mlp", "classifier", inputs=64, norm=False).save(tmp_path / "net")
+    run = api.erase(
+        model=str(tmp_path / "net"),
+        target="classifier",
+        forget={"data": "digits", "classes": [3], "loss": "relabel"},
+        retain="rest",
+        training=SHORT,
+        output=tmp_path / "run",
+    )
+    test = registry.build("dataset", "digits", {}).load("test")
+    rows = (test.labels != 3).nonzero()[:, 0].tolist()
+    without = (test.inputs(rows).numpy(), test.labels[rows].numpy())
+    evaluation = labelled_measurement.measure(run.folder, objects={"test": without})
+    assert evaluation.too_few == ["test, forgotten classes"]
+    assert evaluation.refused == {}
+    after = evaluation.measurements["after"]
+    assert after["membership"]
+    assert np.isnan(after["table"]["auc"])
+    assert after["table"]["mia"] >= 0
 
 
 def test_one_set_named_twice_has_the_membership_attacks_of_the_rest(tmp_path: Path) -> None:

@@ -160,14 +160,14 @@ class Attack(ABC):
         return {}
 
     @property
-    def training_steps(self) -> int | None:
+    def finetuning_steps(self) -> int | None:
         """The number of training steps of an attack that fine-tunes the victim, else None."""
         return None
 
     def steps_after(self, round: int) -> int:
         """Return the number of training steps before the images of a round, counted from 1.
 
-        Only of an attack with `training_steps`.
+        Only of an attack with `finetuning_steps`.
         """
         raise NotImplementedError(f"{type(self).__name__} trains no weights")
 

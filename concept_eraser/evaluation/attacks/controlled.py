@@ -175,7 +175,7 @@ def _savings(
 ) -> dict[str, dict[str, Any]]:
     """Return the relearning savings of an attack by its name. Empty if it trains no weights."""
     attack = protocol.build()
-    if attack.training_steps is None:
+    if attack.finetuning_steps is None:
         return {}
 
     def steps(attempts: Mapping[int, Attempt]) -> dict[int, int | None]:
@@ -184,5 +184,5 @@ def _savings(
             for position, attempt in attempts.items()
         }
 
-    budget = attack.training_steps
+    budget = attack.finetuning_steps
     return {str(protocol.attack): measure_savings(steps(victim), steps(control), budget)}

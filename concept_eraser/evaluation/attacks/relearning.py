@@ -66,7 +66,7 @@ class Relearning(Attack):
         )
 
     @property
-    def training_steps(self) -> int:
+    def finetuning_steps(self) -> int:
         return self.steps
 
     def steps_after(self, round: int) -> int:

@@ -93,7 +93,7 @@ class Revival(Attack):
         return {**named, **folder_hash(self.folder)}
 
     @property
-    def training_steps(self) -> int:
+    def finetuning_steps(self) -> int:
         return self.steps
 
     def steps_after(self, round: int) -> int:

@@ -38,7 +38,7 @@ class Features(ABC):
     @property
     @abstractmethod
     def protocol(self) -> dict[str, Any]:
-        """`model`, `resize` (the resizing method) and `input_size`."""
+        """`model`, `resize` (the resizing method), `input_size` and other facts of the features."""
 
     @abstractmethod
     def prepare(self, image: np.ndarray) -> Tensor:

@@ -143,6 +143,8 @@ class ClipFeatures(Features):
             "model": f"{self.name}, {weights}",
             "resize": f"{config['interpolation']}, {config['resize_mode']}",
             "input_size": str(size),
+            # the user may edit the configuration of a folder, whose name then stays the same
+            **({"design": self.design} if self.model.startswith(FOLDER) else {}),
         }
 
     @cached_property
