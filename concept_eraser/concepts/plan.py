@@ -301,7 +301,7 @@ def _general_plan(
                 is_guessed=concept.is_guessed,
                 anchor=concept.anchor,
                 synonyms=concept.synonyms,
-                neighbours=[*concept.neighbours, *close],
+                neighbours=[*general.remaining_neighbours(concept, concepts), *close],
                 objective=objective,
                 suite=general.suite(concept, concepts, close),
             )

@@ -207,6 +207,15 @@ def test_the_number_of_images_of_each_group() -> None:
         api.erase("tiny_star_munba", images=7)
 
 
+def test_an_erased_concept_is_no_neighbour_of_another_one() -> None:
+    plan = make_plan(["cat", "dog"], model="./sd15")
+    measured = {word.casefold() for one in plan.concepts for word in one.neighbours}
+    assert measured
+    assert not measured & {"cat", "dog"}
+    assert "dog" not in plan.lines()[-1]
+    assert "dog" in make_plan(["cat"], model="./sd15").concepts[0].neighbours
+
+
 def test_what_is_a_concept_and_what_a_recipe(tmp_path: Path) -> None:
     assert is_concept("star")
     assert not is_concept("tiny_star_munba")
