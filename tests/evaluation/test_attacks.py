@@ -6,6 +6,7 @@ The tests also cover the referee and its record.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -20,7 +21,14 @@ from torch import Tensor
 from concept_eraser import api, registry
 from concept_eraser.data.generate import Sampling
 from concept_eraser.evaluation import suite as suites
-from concept_eraser.evaluation.attacks import mma_diffusion, p4d, ring_a_bell, runner, unlearn_diff
+from concept_eraser.evaluation.attacks import (
+    blind,
+    mma_diffusion,
+    p4d,
+    ring_a_bell,
+    runner,
+    unlearn_diff,
+)
 from concept_eraser.evaluation.attacks.base import Access, Round, Scene
 from concept_eraser.reporting import attack_sheet, galleries
 from concept_eraser.utils.errors import UserError
@@ -711,6 +719,18 @@ def test_show_and_list_describe_attacks(cli) -> None:
     assert re.search(r"unlearn_diff +\[typed prompts\] UnlearnDiffAtk", listed)
     assert re.search(r"seed_search +\[control\]", listed)
     assert "cannot read --set 'k'" in cli("attack", "tiny-sd", "--set", "k").stderr
+
+
+def test_the_fingerprint_of_an_encoder_is_that_of_its_bytes() -> None:
+    """That of fp32 is the key of stored texts. An encoder in bf16 has one too."""
+    encoder = torch.nn.LayerNorm(3)
+    encoder.register_buffer("positions", torch.arange(4))
+    digest = hashlib.sha256()
+    for name, value in sorted(encoder.state_dict().items()):
+        digest.update(name.encode() + value.numpy().tobytes())
+    first = blind._fingerprint(encoder)
+    assert first == digest.hexdigest()[:24]
+    assert blind._fingerprint(encoder.to(torch.bfloat16)) != first
 
 
 def test_texts_of_an_attack_without_the_victim_are_cached(
