@@ -436,6 +436,57 @@ def test_batches_have_one_guidance_and_a_name_of_their_content() -> None:
     assert list(shared.values()) == [[3]]
 
 
+@pytest.mark.parametrize("name", ["relearning", "revival", "concept_inversion", "seed_search"])
+def test_what_an_attack_learns_from_does_not_depend_on_clean_successes(
+    name: str, shared_tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10 prompts in batches of 4, one batch is broken in part without an attack, one wholly."""
+    pre = np.array([1, 0, 1, 0, 1, 1, 1, 1, 0, 0], bool)
+    texts, images = [f"a red star {i}" for i in range(10)], torch.zeros(10, 32, 32, 3).byte()
+    clean_rows = [{"stage": "clean", "position": i} for i in range(10)]
+    start = runner.AttackStart(
+        texts,
+        texts,
+        seeds=list(range(10)),
+        concept_images=images,
+        clean_images=images,
+        pre=pre,
+        left_out=0,
+        positions=list(range(10)),
+        outcomes=clean_rows,
+    )
+    scenes: list[tuple[list[str], int]] = []
+
+    def play(_: Any, attack: Any, scene: Scene, tell: Any, clean: Any) -> dict[str, Any]:
+        scenes.append((scene.prompts, scene.seed))
+        pairs = zip(scene.prompts, scene.seeds, clean, strict=True)
+        rows = [runner.Attempt(text, seed, hit, hit).as_dict() for text, seed, hit in pairs]
+        return {"attempts": rows, "curve": [], "cost": {"images": 8}, "seconds": 0.0}
+
+    def run(pre: np.ndarray, skip: Any = ()) -> tuple[list[Any], runner.Campaign]:
+        scenes.clear()
+        changed = dataclasses.replace(start, pre=pre)
+        monkeypatch.setattr(runner, "draw_start", lambda *_, **__: changed)
+        settings = protocol(name, {}, n=10, batch=4, hide=None)
+        campaign = runner.run(settings, shared_tiny, shared_tiny, skip=skip)
+        return list(scenes), campaign
+
+    monkeypatch.setattr(runner.Referee, "play", play)
+    others, _ = run(np.zeros(10, bool))
+    assert [len(prompts) for prompts, _ in others] == [4, 4, 2]
+    batches, campaign = run(pre)
+    assert [attempt.pre for attempt in campaign.attempts] == pre.tolist()
+    assert campaign.rates()["attacked"]["n"] == 4
+    later, _ = run(pre, np.flatnonzero(pre).tolist())  # as a cascade gives it to the next attack
+    if name == "seed_search":
+        assert [len(prompts) for prompts, _ in batches] == [4]
+        assert later == batches
+    else:
+        # a batch with nothing to attack is left out, where no rate is measured
+        assert batches == (others if name == "revival" else [others[0], others[2]])
+        assert later == [others[0], others[2]]
+
+
 def attempts(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "attack.json").read_text())["attempts"]
 
