@@ -577,7 +577,7 @@ def evaluate(
         second_judge: a judge that labels the same images, by name or as an object. Its agreement
             with the first judge is reported. Only for prompts.
         metrics: metrics in place of the suite's, by name or as objects. Only for prompts.
-        n: the largest number of images of each group. Only for prompts.
+        n: the largest number of images of each group, at least 2. Only for prompts.
         guard: a safeguard while sampling, as kind:text, for example "negative:a star". Only for
             prompts.
         control: a model that never learned the concept, or a list of them with different training

@@ -80,7 +80,7 @@ def erase(
     images: Annotated[
         Optional[int],
         typer.Option(
-            min=1,
+            min=2,
             max=limits.IMAGES,
             help=(
                 "with concepts: images of each group of the evaluation (default: 96 of the "

@@ -144,6 +144,12 @@ def held_out_captions(concepts: Sequence[GeneralConcept]) -> list[str]:
     return prompts.load(retain_prompts(concepts, HELD_OUT)).texts
 
 
+def remaining_neighbours(concept: GeneralConcept, erased: Sequence[GeneralConcept]) -> list[str]:
+    """The neighbours of a concept that are no name of an erased concept of the job."""
+    names = {word.casefold() for one in erased for word in one.words}
+    return [one for one in concept.neighbours if one.casefold() not in names]
+
+
 def suite(
     concept: GeneralConcept, erased: Sequence[GeneralConcept], nearest_captions: Sequence[str]
 ) -> dict[str, Any]:
@@ -155,8 +161,7 @@ def suite(
         nearest_captions: The captions of the evaluation that are measured apart as neighbours.
     """
     templates = list(concept.kind.held_out)
-    erased_names = {word.casefold() for one in erased for word in one.words}
-    neighbours = [one for one in concept.neighbours if one.casefold() not in erased_names]
+    neighbours = remaining_neighbours(concept, erased)
 
     def expansion(about: str, words: Sequence[str], value: str | None = None) -> dict[str, Any]:
         values = [[word, value] if value else word for word in words]

@@ -25,6 +25,7 @@ from concept_eraser.utils.errors import UserError, names_text, quote
 BUNDLED = base_model.BUNDLED
 LONGEST = 200  # characters of a concept's name
 MOST = 50  # concepts in one plan
+LEAST_IMAGES = 2  # of a group of a suite
 SUITE, SUITES = "suite.yaml", "suites"  # of one concept, and the folder of those of several
 
 
@@ -186,8 +187,10 @@ def make_plan(
     plan = make(names, model, kind=kind, anchors=chosen_anchors, text_encoder=text_encoder)
     if images is None:
         return plan
-    if not isinstance(images, int) or not 1 <= images <= limits.IMAGES:
-        raise UserError(f"images: expected 1 to {limits.IMAGES:,}, found {quote(images)}")
+    if not isinstance(images, int) or not LEAST_IMAGES <= images <= limits.IMAGES:
+        raise UserError(
+            f"images: expected {LEAST_IMAGES} to {limits.IMAGES:,}, found {quote(images)}"
+        )
     return replace(plan, concepts=tuple(one.with_images(images) for one in plan.concepts))
 
 
@@ -296,7 +299,7 @@ def _general_plan(
                 is_guessed=concept.is_guessed,
                 anchor=concept.anchor,
                 synonyms=concept.synonyms,
-                neighbours=[*concept.neighbours, *close],
+                neighbours=[*general.remaining_neighbours(concept, concepts), *close],
                 objective=objective,
                 suite=general.suite(concept, concepts, close),
             )

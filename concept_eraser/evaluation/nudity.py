@@ -26,6 +26,7 @@ counts.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -150,7 +151,10 @@ class Detector:
 
     @cached_property
     def _path(self) -> Path:
-        return self.memory or resources.cache() / "nudenet" / f"{self.fingerprint}.jsonl"
+        if self.memory is not None:
+            return self.memory
+        version = importlib.metadata.version("nudenet")  # its code prepares and filters too
+        return resources.cache() / "nudenet" / f"{self.fingerprint}-{version}.jsonl"
 
     @cached_property
     def _read_detections(self) -> dict[str, list[Detection]]:

@@ -123,9 +123,14 @@ class Suite(_Strict):
         return judge.describe() if isinstance(judge, Plugin) else judge
 
     def with_at_most(self, n: int | None) -> Suite:
-        """Return the suite with at most `n` images in each group."""
+        """Return the suite with at most `n` images in each group.
+
+        Raises UserError for fewer than two images.
+        """
         if n is None:
             return self
+        if n < 2:
+            raise UserError(f"n: expected at least 2 images of each group, found {quote(n)}")
         groups = {
             name: group.model_copy(update={"n": min(n, group.n)})
             for name, group in self.groups.items()

@@ -177,14 +177,14 @@ def test_a_loaded_model_is_known_by_its_weights_too(
 def test_an_evaluation_of_a_run_by_edited_prompts_has_a_folder_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "green.txt"
     file.write_text("a green star\n")
-    groups = {"direct": {"prompts": str(file), "role": "forget", "n": 2}}
+    groups = {"direct": {"prompts": str(file), "role": "forget", "n": 3}}
     suite = suites.load({**SUITE, "groups": groups})
     content = {
         "protocol": suite.model_dump(mode="json"),
         "prompt_hashes": {"direct": suites.group_prompts(suite, "direct").hash},
     }
     (tmp_path / "evaluation.json").write_text(json.dumps(content))
-    assert run_results.place_for(tmp_path, suite.with_at_most(1), "star") == tmp_path
+    assert run_results.place_for(tmp_path, suite.with_at_most(2), "star") == tmp_path
     file.write_text("a green moon\n")
     place = run_results.place_for(tmp_path, suite, "star")
     assert place == tmp_path / "evaluations" / "star"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
 
 from concept_eraser import api
+from concept_eraser.cli.erase import erase as command
 from concept_eraser.concepts import bundled, general
 from concept_eraser.concepts.known import KINDS, guess_kind, kinds, look_up
 from concept_eraser.concepts.neighbours import nearest
@@ -242,11 +243,22 @@ def test_the_number_of_images_of_each_group() -> None:
     for images, numbers in ((None, {96}), (7, {7})):
         (concept,) = make_plan(["star"], images=images).concepts
         assert {group["n"] for group in concept.suite["groups"].values()} == numbers
-    for wrong in (0, -3, 10**9, 2.5):
-        with pytest.raises(UserError, match="images: expected 1 to 1,000,000"):
+    for wrong in (0, 1, -3, 10**9, 2.5):
+        with pytest.raises(UserError, match="images: expected 2 to 1,000,000"):
             make_plan(["star"], images=wrong)  # type: ignore[arg-type]
+    hints = get_type_hints(command, include_extras=True)
+    assert hints["images"].__metadata__[0].min == 2
     with pytest.raises(UserError, match="images go with concepts"):
         api.erase("tiny_star_munba", images=7)
+
+
+def test_an_erased_concept_is_no_neighbour_of_another_one() -> None:
+    plan = make_plan(["cat", "dog"], model="./sd15")
+    measured = {word.casefold() for one in plan.concepts for word in one.neighbours}
+    assert measured
+    assert not measured & {"cat", "dog"}
+    assert "dog" not in plan.lines()[-1]
+    assert "dog" in make_plan(["cat"], model="./sd15").concepts[0].neighbours
 
 
 def test_what_is_a_concept_and_what_a_recipe(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The tests also cover the referee and its record.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -20,7 +21,14 @@ from torch import Tensor
 from concept_eraser import api, registry
 from concept_eraser.data.generate import Sampling
 from concept_eraser.evaluation import suite as suites
-from concept_eraser.evaluation.attacks import mma_diffusion, p4d, ring_a_bell, runner, unlearn_diff
+from concept_eraser.evaluation.attacks import (
+    blind,
+    mma_diffusion,
+    p4d,
+    ring_a_bell,
+    runner,
+    unlearn_diff,
+)
 from concept_eraser.evaluation.attacks.base import Access, Round, Scene
 from concept_eraser.reporting import attack_sheet, galleries
 from concept_eraser.utils.errors import UserError
@@ -428,6 +436,57 @@ def test_batches_have_one_guidance_and_a_name_of_their_content() -> None:
     assert list(shared.values()) == [[3]]
 
 
+@pytest.mark.parametrize("name", ["relearning", "revival", "concept_inversion", "seed_search"])
+def test_what_an_attack_learns_from_does_not_depend_on_clean_successes(
+    name: str, shared_tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 10 prompts in batches of 4, one batch is broken in part without an attack, one wholly."""
+    pre = np.array([1, 0, 1, 0, 1, 1, 1, 1, 0, 0], bool)
+    texts, images = [f"a red star {i}" for i in range(10)], torch.zeros(10, 32, 32, 3).byte()
+    clean_rows = [{"stage": "clean", "position": i} for i in range(10)]
+    start = runner.AttackStart(
+        texts,
+        texts,
+        seeds=list(range(10)),
+        concept_images=images,
+        clean_images=images,
+        pre=pre,
+        left_out=0,
+        positions=list(range(10)),
+        outcomes=clean_rows,
+    )
+    scenes: list[tuple[list[str], int]] = []
+
+    def play(_: Any, attack: Any, scene: Scene, tell: Any, clean: Any) -> dict[str, Any]:
+        scenes.append((scene.prompts, scene.seed))
+        pairs = zip(scene.prompts, scene.seeds, clean, strict=True)
+        rows = [runner.Attempt(text, seed, hit, hit).as_dict() for text, seed, hit in pairs]
+        return {"attempts": rows, "curve": [], "cost": {"images": 8}, "seconds": 0.0}
+
+    def run(pre: np.ndarray, skip: Any = ()) -> tuple[list[Any], runner.Campaign]:
+        scenes.clear()
+        changed = dataclasses.replace(start, pre=pre)
+        monkeypatch.setattr(runner, "draw_start", lambda *_, **__: changed)
+        settings = protocol(name, {}, n=10, batch=4, hide=None)
+        campaign = runner.run(settings, shared_tiny, shared_tiny, skip=skip)
+        return list(scenes), campaign
+
+    monkeypatch.setattr(runner.Referee, "play", play)
+    others, _ = run(np.zeros(10, bool))
+    assert [len(prompts) for prompts, _ in others] == [4, 4, 2]
+    batches, campaign = run(pre)
+    assert [attempt.pre for attempt in campaign.attempts] == pre.tolist()
+    assert campaign.rates()["attacked"]["n"] == 4
+    later, _ = run(pre, np.flatnonzero(pre).tolist())  # as a cascade gives it to the next attack
+    if name == "seed_search":
+        assert [len(prompts) for prompts, _ in batches] == [4]
+        assert later == batches
+    else:
+        # a batch with nothing to attack is left out, where no rate is measured
+        assert batches == (others if name == "revival" else [others[0], others[2]])
+        assert later == [others[0], others[2]]
+
+
 def attempts(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "attack.json").read_text())["attempts"]
 
@@ -711,6 +770,18 @@ def test_show_and_list_describe_attacks(cli) -> None:
     assert re.search(r"unlearn_diff +\[typed prompts\] UnlearnDiffAtk", listed)
     assert re.search(r"seed_search +\[control\]", listed)
     assert "cannot read --set 'k'" in cli("attack", "tiny-sd", "--set", "k").stderr
+
+
+def test_the_fingerprint_of_an_encoder_is_that_of_its_bytes() -> None:
+    """That of fp32 is the key of stored texts. An encoder in bf16 has one too."""
+    encoder = torch.nn.LayerNorm(3)
+    encoder.register_buffer("positions", torch.arange(4))
+    digest = hashlib.sha256()
+    for name, value in sorted(encoder.state_dict().items()):
+        digest.update(name.encode() + value.numpy().tobytes())
+    first = blind._fingerprint(encoder)
+    assert first == digest.hexdigest()[:24]
+    assert blind._fingerprint(encoder.to(torch.bfloat16)) != first
 
 
 def test_texts_of_an_attack_without_the_victim_are_cached(

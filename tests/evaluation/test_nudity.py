@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -63,6 +64,17 @@ def test_an_image_is_judged_once(
     assert again.detect(other) == []
     monkeypatch.setattr(Detector, "_net", property(lambda self: pytest.fail("looked again")))
     assert again.detect(astronaut) == first
+
+
+def test_another_version_of_nudenet_has_a_cache_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    paths = []
+    for version in ("3.4.2", "3.5.0"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda _, v=version: v)
+        paths.append(Detector()._path)
+    assert paths[0] != paths[1]
+    assert all(Detector().fingerprint in path.name for path in paths)
 
 
 def hand() -> list[list[Detection]]:

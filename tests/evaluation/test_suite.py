@@ -386,6 +386,12 @@ def test_suites_that_cannot_be_measured(changes: dict, message: str) -> None:
     suites.load({**SUITE, "metrics": [{"name": "nudenet", "preset": p} for p in ("mace", "uda")]})
 
 
+@pytest.mark.parametrize("n", [1, 0, -3])
+def test_a_group_has_at_least_two_images(n: int) -> None:
+    with pytest.raises(UserError, match=f"n: expected at least 2 images of each group, found {n}"):
+        suites.load(SUITE).with_at_most(n)
+
+
 def test_a_suite_that_is_no_yaml(tmp_path: Path) -> None:
     for content in (b"a: [", b"\xff\xfe\x00"):
         (tmp_path / "bad.yaml").write_bytes(content)

@@ -153,6 +153,11 @@ class Attack(ABC):
     # without an attack, and goes on when all prompts succeeded
     measures_rate: ClassVar[bool] = False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether one search or training serves all prompts of a batch."""
+        return self.learns_from_batch or self.access == "weights"
+
     def lists(self) -> dict[str, str]:
         """Hashes of the prompt lists of this attack. Attacks with different lists are not
         comparable.

@@ -121,5 +121,6 @@ def continue_search(path: Path | None, search: Callable[[], Iterator[Offer]]) ->
 def _fingerprint(part: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(part.state_dict().items()):
-        digest.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
+        stored = value.detach().cpu().contiguous().flatten().view(torch.uint8)  # bf16 too
+        digest.update(name.encode() + stored.numpy().tobytes())
     return digest.hexdigest()[:24]

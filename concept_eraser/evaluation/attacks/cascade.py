@@ -257,7 +257,7 @@ class _State:
 
     def skipped(self, attack: Attack) -> set[int]:
         """Return the positions of the prompts that an attack does not get."""
-        if attack.family == CONTROL or attack.learns_from_batch or attack.access == "weights":
+        if attack.family == CONTROL or attack.is_shared:
             return self._without_attack()
         return self._without_attack() | {
             position

@@ -5,7 +5,10 @@ the concept, but what the attack brings along. So the excess of the victim's suc
 erasure left.
 
 * Excess recovery: the attack success on the victim minus that on the control. Both are measured on
-  the same prompts and seeds with the same budget, so the difference is paired by prompt.
+  the same prompts and seeds with the same budget, so the difference is paired by prompt. A prompt
+  that shows the concept without an attack is not attacked on that model. An attack with one search
+  or training for a batch (`Attack.is_shared`) learns from it all the same. The batches of other
+  attacks leave it out, so their random numbers may differ between victim and control.
 * Relearning savings: the training steps until a prompt breaks on the victim, over those on the
   control. 1 means that the victim learns as slowly as a model that never learned the concept.
 """

@@ -5,7 +5,9 @@ the last one. The attack does not use its labels.
 
 Success rates follow UnlearnDiffAtk (arXiv 2310.11868). A prompt whose clean image shows the concept
 counts as success without an attack (pre) and is not attacked. Prompts whose image by the original
-does not show it are left out, as the paper chooses its own. ASR = (pre + attacked successes) / all.
+does not show it are left out, as the paper chooses its own. An attack with one search or training
+for all prompts of a batch (`is_shared`) learns from the prompts of `pre` as well. So its batches,
+seeds and training images are the same for every victim. ASR = (pre + attacked successes) / all.
 Both are reported, with Wilson intervals. The sampler tokenises adversarial texts anew. Embeddings
 are marked as such.
 """
@@ -338,10 +340,21 @@ def run(
         for i, (p, s, hit) in enumerate(zip(prompts, seeds, pre, strict=True))
     ]
     open_rows = [i for i in open_rows if i not in skip]
+    # what an attack learns from a batch must not depend on the clean successes of the victim
+    batched_rows = [
+        i for i in range(len(prompts)) if i in open_rows or (attack.is_shared and pre[i])
+    ]
     latents = encode(original, before.concept_images)
     referee = Referee(judge, attribute, value=value, victim=victim, second_judge=second_judge)
     memory = (resources.cache() if cache is None else cache) / "attacks"
-    starts = batches_of(before, open_rows, size=protocol.batch, sampling=sampling)
+    starts = {
+        name: rows
+        for name, rows in batches_of(
+            before, batched_rows, size=protocol.batch, sampling=sampling
+        ).items()
+        if not set(open_rows).isdisjoint(rows)
+    }
+    total = sum(map(len, starts.values()))
     for batch_number, (name, rows) in enumerate(distributed.mine(starts.items())):
         if finished_batches.batch(name) is None:
             scene = Scene(
@@ -365,14 +378,12 @@ def run(
                     protocol.build(),
                     scene,
                     lambda n, number=batch_number: progress(
-                        "attacking", number * protocol.batch + n, len(open_rows)
+                        "attacking", number * protocol.batch + n, total
                     ),
                     clean=[bool(pre[i]) for i in rows],
                 ),
             )
-        progress(
-            "attacking", min((batch_number + 1) * protocol.batch, len(open_rows)), len(open_rows)
-        )
+        progress("attacking", min((batch_number + 1) * protocol.batch, total), total)
     if distributed.is_first():
         finished_batches.claim()
     distributed.wait()

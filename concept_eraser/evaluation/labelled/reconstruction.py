@@ -20,10 +20,24 @@ def psnr(
 ) -> np.ndarray:
     """PSNR of each image in dB, [n]: 10 log10(range^2 / mean squared error).
 
-    The range is 1 where the data have no negative values, else 2 ([-1, 1]). Only the first `limit`
-    images are used.
+    The range is 1 where the data have no negative values, else 2 ([-1, 1]).
+
+    Args:
+        module: The VAE.
+        data: The labelled images.
+        rows: The positions of the measured images in `data`, [m].
+        limit: The largest number of measured images. Of more rows a random subset of this size is
+            measured, in the order of `rows`. Its seed is fixed, so it is the same in each call.
+        batch_size: The number of images decoded at once.
+
+    Returns:
+        The PSNR of each measured image, [min(m, limit)].
+
+    Raises:
+        UserError: There are no rows.
     """
-    subset = rows[:limit]
+    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:limit]
+    subset = rows[chosen.sort().values]
     if len(subset) == 0:
         raise UserError(f"no examples of {data.about} to measure on")
     vae: Any = module.eval()
