@@ -78,8 +78,12 @@ def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]
 
 
 def expand(leaderboard: dict[str, Any]) -> dict[str, Any]:
-    """Return the leaderboard as a study of studies/study.py: an entry for each task and method."""
-    sizes = {name: len(points) for name, points in leaderboard["grids"].items()}
+    """Return the leaderboard as a study of studies/study.py: an entry for each task and method.
+
+    Raises:
+        SystemExit: Two grids with a choice have different sizes. A grid of one point has no choice.
+    """
+    sizes = {name: len(points) for name, points in leaderboard["grids"].items() if len(points) > 1}
     if len(set(sizes.values())) > 1:
         raise SystemExit(f"the grids must be of one size, found {sizes}")
     entries = {

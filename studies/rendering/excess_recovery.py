@@ -54,6 +54,7 @@ STUDIES = {
     "combination_rules": "What the combination rule contributes, with all else equal",
     "continuity": "The star under protocol 2",
     "candidates": "Candidates for the default, on the star",
+    "further_attacks": "Further attacks on the heart, with a second judge",
 }
 
 

@@ -43,7 +43,7 @@ def write(path: Path, figure: Figure) -> None:
     import matplotlib
 
     text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "concept_eraser"}):
+    with matplotlib.rc_context({"svg.hashsalt": "concept_eraser", "svg.fonttype": "none"}):
         figure.draw().savefig(
             text, format="svg", metadata={"Date": None, "Description": digest(figure)}
         )

@@ -328,8 +328,8 @@ def test_the_card_repeats_the_evaluation_against_a_control(evaluated_run: Path) 
     assert rows[0].endswith(" | - | 4 |")  # one control, so none between two
     assert len(added) < 12  # nothing else changed
     assert (evaluated_run / "evaluation.json").read_bytes() == stored
-    with pytest.raises(UserError, match="never learned"):
-        concept_eraser.card(evaluated_run, control="tiny-sd")
+    with pytest.raises(UserError, match="was trained on images of shape=star"):
+        concept_eraser.card(evaluated_run, control="tiny-sd-without-heart")
 
 
 def test_a_run_on_labelled_data(tmp_path: Path) -> None:
