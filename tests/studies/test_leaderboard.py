@@ -384,10 +384,12 @@ def test_what_the_default_is_chosen_by_is_in_no_row_of_the_leaderboard() -> None
 def test_grids_are_of_one_size_and_a_leaderboard_without_is_refused() -> None:
     unlike = {
         **LEADERBOARD,
-        "grids": {**LEADERBOARD["grids"], "closed": LEADERBOARD["grids"]["closed"][:1]},
+        "grids": {**LEADERBOARD["grids"], "closed": LEADERBOARD["grids"]["closed"][:2]},
     }
     with pytest.raises(SystemExit, match="one size"):
         leaderboard_entries.expand(unlike)
+    one_point = [name for name, points in LEADERBOARD["grids"].items() if len(points) == 1]
+    assert one_point == ["given"]  # the rate of a recipe, without a choice
 
 
 def test_a_safeguard_is_a_victim_without_training() -> None:
