@@ -68,24 +68,14 @@ def card(
     kind: str | None = None,
     gap: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write the model card of a finished run.
+    """Return the text of the model card of a finished run.
 
-    It states what was erased and how, what was measured, and what was not measured.
+    `run`, `repository`, `license` and `kind` are those of `api.card`.
 
-    Args:
-        run: the run folder.
-        repository: the hub id in the card's code.
-        license: the licence of the weights, as the hub spells it. The base model's licence is not
-            known here, so the default is "other", and the card asks for it.
-        kind: what the repository has, "pipeline", "lora" or "both" (default: all that the run has).
-        gap: the gap to retraining of the run's evaluation, as an evaluation.json has it, in place
-            of the stored one.
+    gap: the gap to retraining of the run's evaluation, as an evaluation.json has it, in place of
+        the stored one.
 
-    Returns:
-        The card as Markdown with its YAML header.
-
-    Raises:
-        UserError: the folder is not a finished run.
+    Raises UserError if the folder is not a finished run.
     """
     folder = Path(run)
     recipe, summary = finished_run(folder)
