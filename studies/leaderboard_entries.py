@@ -12,6 +12,8 @@ from typing import Any
 from concept_eraser.recipes import recipe as recipes
 from studies.rendering.leaderboard_rows import has_entry
 
+GIVEN = "given"  # the grid of a recipe that is measured as it is, without a choice
+
 
 def entry(leaderboard: dict[str, Any], task: str, method: str) -> dict[str, Any]:
     """Return a method on a task as an entry of studies/study.py.
@@ -81,11 +83,12 @@ def expand(leaderboard: dict[str, Any]) -> dict[str, Any]:
     """Return the leaderboard as a study of studies/study.py: an entry for each task and method.
 
     Raises:
-        SystemExit: Two grids with a choice have different sizes. A grid of one point has no choice.
+        SystemExit: Two grids have different sizes, or `given` has more than one point.
     """
-    sizes = {name: len(points) for name, points in leaderboard["grids"].items() if len(points) > 1}
-    if len(set(sizes.values())) > 1:
-        raise SystemExit(f"the grids must be of one size, found {sizes}")
+    sizes = {name: len(points) for name, points in leaderboard["grids"].items()}
+    given = sizes.pop(GIVEN, 1)
+    if len(set(sizes.values())) > 1 or given != 1:
+        raise SystemExit(f"the grids must be of one size, and {GIVEN!r} of 1, found {sizes}, {given}")
     entries = {
         f"{task}_{method}": entry(leaderboard, task, method)
         for task in leaderboard["tasks"]

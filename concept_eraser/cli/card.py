@@ -85,6 +85,8 @@ def card(
 
     if (benchmark is None) != (results is None):
         raise UserError("--benchmark and --results belong together; give both, or neither")
+    if control and results is not None and output is None:
+        raise UserError("--control is for the card, and --results alone writes none; add --output")
     if benchmark is not None and results is not None:
         _write_results(run, benchmark, results, overwrite)
         if output is None:

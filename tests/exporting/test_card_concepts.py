@@ -266,6 +266,9 @@ def test_numbers_in_the_form_of_the_hub_need_a_benchmark_and_a_measurement(
 ) -> None:
     result = CliRunner().invoke(app, ["card", str(run), "--benchmark", "me/erasure"])
     assert "--benchmark and --results belong together" in str(result.exception)
+    options = ["--benchmark", "me/erasure", "--results", str(tmp_path / "hub")]
+    call = ["card", str(run), *options, "--control", "tiny-sd-without-star"]
+    assert "--control is for the card" in str(CliRunner().invoke(app, call).exception)
     bare = tmp_path / "bare"
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("evaluation*", "attacks"))
     with pytest.raises(UserError, match="has no number of a suite or an attack"):

@@ -384,12 +384,13 @@ def test_what_the_default_is_chosen_by_is_in_no_row_of_the_leaderboard() -> None
 def test_grids_are_of_one_size_and_a_leaderboard_without_is_refused() -> None:
     unlike = {
         **LEADERBOARD,
-        "grids": {**LEADERBOARD["grids"], "closed": LEADERBOARD["grids"]["closed"][:2]},
+        "grids": {**LEADERBOARD["grids"], "closed": LEADERBOARD["grids"]["closed"][:1]},
     }
     with pytest.raises(SystemExit, match="one size"):
         leaderboard_entries.expand(unlike)
-    one_point = [name for name, points in LEADERBOARD["grids"].items() if len(points) == 1]
-    assert one_point == ["given"]  # the rate of a recipe, without a choice
+    given = {**LEADERBOARD["grids"], "given": LEADERBOARD["grids"]["closed"]}
+    with pytest.raises(SystemExit, match="'given' of 1"):  # a recipe as it is has no choice
+        leaderboard_entries.expand({**LEADERBOARD, "grids": given})
 
 
 def test_a_safeguard_is_a_victim_without_training() -> None:

@@ -341,8 +341,9 @@ def run(
     ]
     open_rows = [i for i in open_rows if i not in skip]
     # what an attack learns from a batch must not depend on the clean successes of the victim
+    attacked = set(open_rows)
     batched_rows = [
-        i for i in range(len(prompts)) if i in open_rows or (attack.is_shared and pre[i])
+        i for i in range(len(prompts)) if i in attacked or (attack.is_shared and pre[i])
     ]
     latents = encode(original, before.concept_images)
     referee = Referee(judge, attribute, value=value, victim=victim, second_judge=second_judge)
@@ -352,7 +353,7 @@ def run(
         for name, rows in batches_of(
             before, batched_rows, size=protocol.batch, sampling=sampling
         ).items()
-        if not set(open_rows).isdisjoint(rows)
+        if not attacked.isdisjoint(rows)
     }
     total = sum(map(len, starts.values()))
     for batch_number, (name, rows) in enumerate(distributed.mine(starts.items())):
