@@ -88,7 +88,9 @@ def expand(leaderboard: dict[str, Any]) -> dict[str, Any]:
     sizes = {name: len(points) for name, points in leaderboard["grids"].items()}
     given = sizes.pop(GIVEN, 1)
     if len(set(sizes.values())) > 1 or given != 1:
-        raise SystemExit(f"the grids must be of one size, and {GIVEN!r} of 1, found {sizes}, {given}")
+        raise SystemExit(
+            f"the grids must be of one size, and {GIVEN!r} of 1, found {sizes}, {given}"
+        )
     entries = {
         f"{task}_{method}": entry(leaderboard, task, method)
         for task in leaderboard["tasks"]
