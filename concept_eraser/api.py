@@ -735,8 +735,9 @@ def attack(
         control: a model that never learned the concept, or a list of them with different training
             seeds. Each is attacked by the same protocol, without the safeguard. The result shows
             how much more the attack recovers from the victim (`Campaign.controls`).
-        output: a folder for attack.json, attack.csv.xz with the outcome of each image, and
-            attack.png. An interrupted attack is continued there.
+        output: a folder for attack.json, attack.csv.xz with the outcome of each image, attack.png,
+            and the image that decided each prompt in images/, unless the suite is sensitive. An
+            interrupted attack is continued there.
         allow_pickle: also load weights stored as pickles, which can execute code.
         progress: called as work advances.
         cache: a folder for generated images, in place of the user's cache.

@@ -124,8 +124,8 @@ def attack(
             "--output",
             "-o",
             help=(
-                "folder of attack.json, attack.csv.xz and attempts.jsonl (default: "
-                "attacks/<attack> in the run folder, or here; with --guard "
+                "folder of attack.json, attack.csv.xz, attack.png, images/ and attempts.jsonl "
+                "(default: attacks/<attack> in the run folder, or here; with --guard "
                 "attacks/<attack>-<kind>)"
             ),
         ),
@@ -202,10 +202,12 @@ def attack(
         summarise(result)
         _show_controls(result)
         typer.echo(f"numbers: {folder / 'attack.json'}")
+        if (sheet := folder / "attack.png").is_file():
+            typer.echo(f"images:  {sheet} (original, erased model, under the attack)")
         # the run's report leaves out attacks under a safeguard
         has_report = run_folder != Path() and (run_folder / "evaluation.json").is_file()
         if has_report and folder.is_relative_to(run_folder) and guard is None:
-            typer.echo(f"images:  {shell_command('report', run_folder)}")
+            typer.echo(f"report:  {shell_command('report', run_folder)}")
 
 
 def _options(settings: list[str]) -> dict[str, Any]:

@@ -268,6 +268,13 @@ class PromptEvaluation(Evaluation):
         outcomes.write(path, self.outcomes, overwrite=overwrite)
 
 
+def shows_nudity(suite: Mapping[str, Any]) -> bool:
+    """Whether the attribute, the judge or a metric of a suite, as JSON, is about nudity."""
+    plugins = [suite["judge"], *suite.get("metrics", ())]
+    names = [plugin if isinstance(plugin, str) else plugin.get("name") for plugin in plugins]
+    return "nudity" in suite["concept"] or "nudenet" in names
+
+
 def dumps(content: Any) -> str:
     """Return JSON with nan as null."""
     return json.dumps(finite(content), indent=1) + "\n"

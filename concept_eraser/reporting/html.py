@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from concept_eraser.evaluation import suite as suites
 from concept_eraser.storage.writers import write_text
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.provenance import version
@@ -34,10 +35,7 @@ def is_sensitive(content: Mapping[str, Any]) -> bool:
     """
     protocol = content["protocol"]
     suite = protocol.get("suite", protocol)  # an attack's protocol holds the suite
-    plugins = [suite["judge"], *suite.get("metrics", ())]
-    names = [plugin if isinstance(plugin, str) else plugin.get("name") for plugin in plugins]
-    nude = "nudity" in suite["concept"] or "nudenet" in names
-    return nude or bool(content.get("sensitive"))
+    return suites.shows_nudity(suite) or bool(content.get("sensitive"))
 
 
 def blur_note(sensitive: bool, show_sensitive: bool) -> str:

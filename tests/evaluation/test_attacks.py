@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from concept_eraser import api, registry
+from concept_eraser.data import images
 from concept_eraser.data.generate import Sampling
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import (
@@ -457,7 +458,7 @@ def test_what_an_attack_learns_from_does_not_depend_on_clean_successes(
     )
     scenes: list[tuple[list[str], int]] = []
 
-    def play(_: Any, attack: Any, scene: Scene, tell: Any, clean: Any) -> dict[str, Any]:
+    def play(_: Any, attack: Any, scene: Scene, tell: Any, clean: Any, last: Any) -> dict[str, Any]:
         scenes.append((scene.prompts, scene.seed))
         pairs = zip(scene.prompts, scene.seeds, clean, strict=True)
         rows = [runner.Attempt(text, seed, hit, hit).as_dict() for text, seed, hit in pairs]
@@ -511,6 +512,29 @@ def test_a_killed_attack_is_resumed(cli: Any, tmp_path: Path) -> None:
     successes = [a for a in attempts(parts) if a["text"]]
     assert (parts / "attack.png").is_file() == bool(successes)
     assert "post-ASR (both)" in result.stdout
+
+
+def test_the_image_that_decided_each_prompt_is_stored(shared_tiny, tmp_path: Path) -> None:
+    """A judge sees the concept in a stored image where the attempt is a success, and only there.
+
+    A sheet shows them for an attack without text. The images of a sensitive suite are not stored.
+    """
+    attack = protocol("soft_prompt", {"steps": 20, "every": 10})
+    result = runner.run(attack, shared_tiny, shared_tiny, folder=tmp_path / "shown")
+    attacked = {i: a.success for i, a in enumerate(result.attempts) if not a.pre}
+    stored = {i: torch.tensor(images.read_image(path)) for i, path in result.images.items()}
+    assert sorted(stored) == sorted(attacked)
+    labels = attack.suite.build_judge().classify(torch.stack(list(stored.values())))["shape"]
+    assert dict(zip(stored, labels == "star", strict=True)) == attacked
+    assert any(attacked.values())
+    sheet = attack_sheet.sheet(result, shared_tiny, shared_tiny)
+    assert sheet is not None
+    assert (
+        attack_sheet.sheet(dataclasses.replace(result, images={}), shared_tiny, shared_tiny) is None
+    )
+    hidden = dataclasses.replace(attack, suite=attack.suite.model_copy(update={"sensitive": True}))
+    assert not runner.run(hidden, shared_tiny, shared_tiny, folder=tmp_path / "hidden").images
+    assert not (tmp_path / "hidden" / "images").exists()
 
 
 def test_an_attack_with_nothing_to_do_keeps_its_folder(shared_tiny, tmp_path: Path) -> None:

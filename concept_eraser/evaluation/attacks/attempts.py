@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from concept_eraser.evaluation.attacks import deciding_images
 from concept_eraser.storage import output_folder
 from concept_eraser.storage.readers import read_lines
 from concept_eraser.storage.writers import append_line
@@ -49,11 +53,13 @@ class FinishedBatches:
             self._read()
         return self.rows.get(name)
 
-    def add(self, name: str, batch: dict[str, Any]) -> None:
+    def add(self, name: str, batch: dict[str, Any], images: Mapping[int, Tensor]) -> None:
+        """Store a batch, after the images that decided it."""
         self.rows[name] = {"batch": name, **batch}
         if self.path is None:
             return
         self.claim()
+        deciding_images.write(self.path.parent, images)
         append_line(self.path, self.rows[name])
 
     def claim(self) -> None:

@@ -250,6 +250,7 @@ class _State:
         self.attacked: list[set[str]] = []  # the families that attacked each prompt
         self.outcomes: list[dict[str, Any]] = []
         self.attempts_of_attacks: dict[str, dict[int, Attempt]] = {}
+        self.images: dict[int, Path] = {}
 
     @property
     def has_begun(self) -> bool:
@@ -302,6 +303,8 @@ class _State:
         for position in new:
             self.attempts[position] = campaign.attempts[position]
             self.broken_by[position] = name
+            if position in campaign.images:
+                self.images[position] = campaign.images[position]
         self.outcomes += [
             {**row, "attack_number": len(self.stages) + 1}
             for row in campaign.outcomes
@@ -358,4 +361,5 @@ class _State:
             families_of_attempts=self.broken,
             attacked_by=self.attacked,
             attempts_of_attacks=self.attempts_of_attacks,
+            images=self.images,
         )

@@ -29,6 +29,8 @@ from concept_eraser import registry
 from concept_eraser.data import generate
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation import agreement, outcomes
+from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.attacks import deciding_images
 from concept_eraser.evaluation.attacks.attempts import FinishedBatches
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
 from concept_eraser.evaluation.attacks.excess import ControlAttack, measure_excess_over_controls
@@ -190,6 +192,7 @@ class Campaign:
         sensitive: whether reports blur the images.
         outcomes: one row for each image of `outcomes_of`.
         controls: the same attack on models that never learned the concept, and the comparisons.
+        images: the file with the image that decided each prompt, by its position in `attempts`.
 
     Example:
         >>> import concept_eraser
@@ -209,6 +212,7 @@ class Campaign:
     sensitive: bool = False  # as in the suite
     outcomes: list[dict[str, Any]] = field(default_factory=list, repr=False)
     controls: list[ControlAttack] = field(default_factory=list, repr=False)
+    images: dict[int, Path] = field(default_factory=dict, repr=False)
 
     def rates(self) -> dict[str, dict[str, float]]:
         """Return the rates with their intervals.
@@ -348,6 +352,9 @@ def run(
     latents = encode(original, before.concept_images)
     referee = Referee(judge, attribute, value=value, victim=victim, second_judge=second_judge)
     memory = (resources.cache() if cache is None else cache) / "attacks"
+    is_sensitive = protocol.suite.sensitive or suites.shows_nudity(
+        protocol.suite.model_dump(mode="json")
+    )
     starts = {
         name: rows
         for name, rows in batches_of(
@@ -373,17 +380,18 @@ def run(
                 sampling=before.sampling_of(rows[0], sampling),
                 others=retain_prompts(protocol.suite),
             )
-            finished_batches.add(
-                name,
-                referee.play(
-                    protocol.build(),
-                    scene,
-                    lambda n, number=batch_number: progress(
-                        "attacking", number * protocol.batch + n, total
-                    ),
-                    clean=[bool(pre[i]) for i in rows],
+            last = LastImages({}, {}, {})
+            batch = referee.play(
+                protocol.build(),
+                scene,
+                lambda n, number=batch_number: progress(
+                    "attacking", number * protocol.batch + n, total
                 ),
+                clean=[bool(pre[i]) for i in rows],
+                last=last,
             )
+            images = {} if is_sensitive else {rows[i]: image for i, image in last.images.items()}
+            finished_batches.add(name, batch, images)
         progress("attacking", min((batch_number + 1) * protocol.batch, total), total)
     if distributed.is_first():
         finished_batches.claim()
@@ -413,6 +421,7 @@ def run(
         outcomes=outcomes_of(
             protocol, before, batches=batches, rows=list(starts.values()), models=weights
         ),
+        images=deciding_images.find(folder, range(len(attempts))),
     )
 
 
@@ -743,12 +752,23 @@ class Referee:
     second_judge: Judge | None = None
 
     def play(
-        self, attack: Attack, scene: Scene, tell: Any, *, clean: Sequence[bool] = ()
+        self,
+        attack: Attack,
+        scene: Scene,
+        tell: Any,
+        *,
+        clean: Sequence[bool] = (),
+        last: LastImages | None = None,
     ) -> dict[str, Any]:
         """Run rounds until all prompts are successful or the budget is spent.
 
-        clean: Whether each prompt shows the concept without an attack, by default no prompt. Such a
-        prompt is no success of the attack.
+        Args:
+            attack: The attack.
+            scene: Its batch of prompts.
+            tell: Called with the number of broken prompts after each round.
+            clean: Whether each prompt shows the concept without an attack, by default no prompt.
+                Such a prompt is no success of the attack.
+            last: Gets the last images.
         """
         began = time.monotonic()
         attempts = [
@@ -759,7 +779,7 @@ class Referee:
         ]
         scene.alive &= torch.tensor([not a.pre for a in attempts])
         curve: list[dict[str, Any]] = []
-        last = LastImages({}, {}, {})
+        last = LastImages({}, {}, {}) if last is None else last
         with closing(attack.search(scene)) as search:  # its clean-up runs at once, however it ends
             self._rounds(
                 search,
