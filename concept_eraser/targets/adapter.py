@@ -11,7 +11,32 @@ from concept_eraser.models.lora import Adapter, layers_of
 from concept_eraser.models.lora_files import file_bytes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
+from concept_eraser.recipes.trainable_fields import LoraSpec
+from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.provenance import derive_seed
+
+
+def lora_layers(lora: LoraSpec, part: nn.Module, selected_names: Sequence[str]) -> list[str]:
+    """Return the layers of a part that get a LoRA.
+
+    Args:
+        lora: The LoRA of a recipe.
+        part: The module that is trained.
+        selected_names: The names of its tensors that trainable.select covers.
+
+    Raises:
+        UserError: None of the selected tensors belongs to a layer that can have a LoRA, or the rank
+            is larger than that of any change of a layer.
+    """
+    layers = layers_of(part, selected_names, conv=lora.conv)
+    shapes = [part.get_parameter(f"{layer}.weight").shape for layer in layers]
+    largest = max(min(shape[0], shape.numel() // shape[0]) for shape in shapes)
+    if lora.rank > largest:
+        raise UserError(
+            f"a LoRA of rank {lora.rank} is larger than the weights that it changes, whose rank is "
+            f"at most {largest}; give a smaller rank, e.g. {min(largest, 64)}"
+        )
+    return layers
 
 
 def add_adapter(recipe: Recipe, part: nn.Module, selected_names: Sequence[str]) -> Adapter | None:
@@ -26,12 +51,12 @@ def add_adapter(recipe: Recipe, part: nn.Module, selected_names: Sequence[str]) 
         The adapter; None if the recipe trains the weights themselves.
 
     Raises:
-        UserError: None of the selected tensors belongs to a layer that can have a LoRA.
+        UserError: As `lora_layers`.
     """
     lora = recipe.trainable.lora
     if lora is None:
         return None
-    layers = layers_of(part, selected_names, conv=lora.conv)
+    layers = lora_layers(lora, part, selected_names)
     seed = derive_seed(recipe.training.seed, "lora")
     return Adapter(part, layers, rank=lora.rank, alpha=lora.alpha, seed=seed)
 
@@ -48,13 +73,13 @@ def file_megabytes(recipe: Recipe, part: nn.Module, dtype: str = "fp32") -> floa
         The size, counted from the shapes of the layers; None if the recipe trains no LoRA.
 
     Raises:
-        UserError: None of the selected tensors belongs to a layer that can have a LoRA.
+        UserError: As `lora_layers`.
     """
     lora = recipe.trainable.lora
     if lora is None or recipe.method.adds_gate:
         return None
     names = select(dict(part.named_parameters()), recipe.trainable.select)
-    layers = layers_of(part, names, conv=lora.conv)
+    layers = lora_layers(lora, part, names)
     shapes = [part.get_parameter(f"{layer}.weight").shape for layer in layers]
     numbers = sum(lora.rank * (shape.numel() // shape[0] + shape[0]) for shape in shapes)
     return file_bytes(numbers, 2 * len(layers), dtype) / 1e6

@@ -348,3 +348,13 @@ def test_the_flag_and_the_dry_run() -> None:
     assert result.exit_code == 0, result.output
     assert "rank: 8\n    alpha: 8.0" in result.output
     assert "trains a LoRA of" in result.output
+
+
+def test_a_rank_larger_than_any_change_of_the_layers_is_an_early_error(tmp_path: Path) -> None:
+    """The images of the objectives are not generated before."""
+    result = run_command("erase", "star", "--lora", "5000", "--output", "run", folder=tmp_path)
+    assert result.returncode == 2
+    assert "a LoRA of rank 5000 is larger than the weights" in result.stderr
+    assert "give a smaller rank, e.g. 64" in result.stderr
+    assert "generating" not in result.stderr
+    assert not (tmp_path / "run").exists()
