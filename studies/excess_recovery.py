@@ -91,13 +91,18 @@ def load_case(study: Mapping[str, Any], name: str) -> Case:
 
 
 def erasure_of(study: Mapping[str, Any], entry: str, concept: str) -> Content:
-    """Return an entry for a concept, in the form of studies/study.py."""
+    """Return an entry for a concept, in the form of studies/study.py.
+
+    An entry with settings of `replace` has that objective on the prompts of the concept too.
+    """
     values = study["entries"][entry]
     own = study["concepts"].get(concept, {}).get("set", {})
     prompts = {
         "forget.prompts": f"protocol2_{concept}",
         "retain.prompts": f"protocol2_{concept}_retain",
     }
+    if any(name.startswith("replace.") for name in values.get("set", {})):
+        prompts["replace.prompts"] = prompts["forget.prompts"]
     return {**values, "set": {**prompts, **own, **values.get("set", {})}}
 
 
@@ -239,14 +244,18 @@ def attack(
 def protocol_of(
     study: Mapping[str, Any], suite: str | suites.Suite, entry: Mapping[str, Any]
 ) -> runner.Protocol:
-    """Return the protocol of an attack of the configuration."""
+    """Return the protocol of an attack of the configuration.
+
+    An attack with its own `seed` is a restart. It has the same prompts, initial noises and budget,
+    and other draws of the search.
+    """
     return runner.Protocol(
         suite=suites.load(suite),
         attack=entry["name"],
         options=entry.get("options", {}),
         n=study["n"],
         batch=study["batch"],
-        seed=study["seed"],
+        seed=entry.get("seed", study["seed"]),
     )
 
 
