@@ -332,6 +332,14 @@ class Faulty(torch.utils.data.Dataset):
             r"needs an anchor: the class to predict instead",
         ),
         ({"data": "digits", "indices": "nowhere.txt"}, {}, r"no such file of indices"),
+        *(
+            (
+                {"data": "digits", "classes": [3, *more], "loss": "anchor", "anchor": "3"},
+                {},
+                r"forget: the anchor '3' is a class to forget",
+            )
+            for more in ([], [5])
+        ),
     ],
 )
 def test_bad_requests_are_refused_with_the_reason(
@@ -359,6 +367,21 @@ class Crooked(nn.Module):
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         return z
+
+
+def test_a_random_share_may_have_examples_of_the_anchors_class(
+    net: nn.Module, tmp_path: Path
+) -> None:
+    forget = {"data": "digits", "share": 0.1, "loss": "anchor", "anchor": 3}
+    run = api.erase(
+        model=net,
+        target="classifier",
+        forget=forget,
+        retain="rest",
+        training={**SHORT, "steps": 1},
+        output=tmp_path,
+    )
+    assert run.folder.exists()
 
 
 def test_a_vae_whose_shapes_do_not_fit(tmp_path: Path) -> None:
