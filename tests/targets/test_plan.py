@@ -37,7 +37,7 @@ def test_a_prompt_that_is_its_anchor_is_no_job(
     tiny, tmp_path: Path, target: str, forget: dict
 ) -> None:
     job = recipe.load(content(**forget) | {"target": target, "trainable": "all"})
-    with pytest.raises(UserError, match="forget: the anchor of .* is that prompt itself"):
+    with pytest.raises(UserError, match=r"forget: the anchor of .* is that prompt itself"):
         Job(job, tiny, tmp_path, silent).eraser()
 
 
