@@ -481,6 +481,28 @@ def test_boundary_is_the_nearest_other_class() -> None:
     torch.testing.assert_close(eraser.loss("forget", draw), expected)
 
 
+def test_the_boundary_does_not_depend_on_how_a_batch_is_split() -> None:
+    """One example has values ten times those of the others, so the step is 0.1 of its range."""
+    from concept_eraser.erasers import classifier
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 5))
+    inputs = np.random.default_rng(0).uniform(-1, 1, (12, 2))
+    inputs[5] = [-10, 10]
+    data = from_arrays(inputs, [k % 5 for k in range(12)], list("abcde"))
+    objective = classifier.ClassifierObjective(data, torch.arange(12), "boundary")
+    eraser = classifier.Classifier(net, {"forget": objective}, ["0.weight"])
+    assert eraser.input_ranges == {"forget": 20.0}
+    seeds = list(range(24))
+    draws = [eraser.draw("forget", some) for some in (seeds, *([seed] for seed in seeds))]
+    assert float(draws[0].inputs.max()) == 10
+    gradients = [
+        torch.autograd.grad(eraser.loss("forget", draw), list(eraser.trainable().values()))[0]
+        for draw in draws
+    ]
+    torch.testing.assert_close(gradients[0], torch.stack(gradients[1:]).mean(0))
+
+
 def test_saliency_moves_only_the_weights_that_matter(net: nn.Module, tmp_path: Path) -> None:
     before = {k: v.clone() for k, v in net.state_dict().items()}
     run = api.erase(
