@@ -125,12 +125,10 @@ def _check_anchor(name: str, rows: Sequence[Prompt], anchor: str | dict[str, str
             "else"
         )
     _LOG.warning(
-        "%s: the anchor of %s is that prompt itself, and so for %d of %d examples, which would not "
-        "be forgotten; leave these prompts out, or give another anchor",
-        name,
-        quote(unchanged_texts[0]),
-        len(unchanged_texts),
-        len(rows),
+        "%s",
+        f"{name}: the anchor of {quote(unchanged_texts[0])} is that prompt itself, and so for "
+        f"{len(unchanged_texts)} of {len(rows)} examples, which would not be forgotten; leave "
+        "these prompts out, or give another anchor",
     )
 
 
