@@ -11,7 +11,7 @@ Batch norm: see erasers/base.py. Each objective's batch passes through separatel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from concept_eraser.utils.devices import send
 from concept_eraser.utils.errors import UserError, first_line
 
 COUNTED = 256  # examples whose predictions are counted at once
+RANGED = 256  # examples whose values give the range of the data
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Classifier(Part):
         self.classes = min(self._fits(name, objective) for name, objective in objectives.items())
         wanting = [objective for objective in objectives.values() if objective.loss == "expand"]
         self.expansion = Expansion(module, self._example(wanting[0])) if wanting else None
+        self.input_ranges = {
+            name: _input_range(objective)
+            for name, objective in objectives.items()
+            if objective.loss == "boundary"
+        }
 
     def _example(self, objective: ClassifierObjective) -> Tensor:
         """Return two examples if there are two, since some norm layers need more than one."""
@@ -173,6 +179,8 @@ class Classifier(Part):
     def loss(self, objective_name: str, draw: ClassifierDraw) -> Tensor:
         objective = self.objective_by_name[objective_name]
         loss, settings = find(CLASSIFIER_LOSSES, objective.loss), objective.settings
+        if objective_name in self.input_ranges:
+            settings = replace(settings, input_range=self.input_ranges[objective_name])
         value = objective.scale * loss.compute(self, draw, settings)
         if objective.distill:
             value = value + objective.distill * distill(self, draw, settings)
@@ -183,3 +191,17 @@ class Classifier(Part):
                 * torch.stack([p.abs().sum() for p in self.trainable().values()]).sum()
             )
         return value
+
+
+def _input_range(objective: ClassifierObjective) -> float:
+    """Return the largest minus the smallest value of an objective's examples.
+
+    Of many examples some are read, evenly spread over them.
+    """
+    count = len(objective.rows)
+    places = torch.linspace(0, count - 1, min(count, RANGED)).long()
+    low, high = float("inf"), -float("inf")
+    for some in objective.rows[places].split(16):
+        inputs = objective.data.inputs(some.tolist())
+        low, high = min(low, float(inputs.min())), max(high, float(inputs.max()))
+    return high - low

@@ -99,7 +99,7 @@ class Vae(Part):
         """Return the reconstructions of a draw, and KL(q(z|x) || N(0, I)) of each example [b]."""
         with self.batch_statistics() if teacher is None else nullcontext():
             mean, log_variance = moments(self.ask("encode", draw.inputs, teacher=teacher))
-            kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
+            kl = _divergence(mean.float(), log_variance.float())
             return to_pixels(
                 self.ask("decode", mean + (0.5 * log_variance).exp() * draw.noise, teacher=teacher)
             ), kl
@@ -142,6 +142,11 @@ class Vae(Part):
         objective = self.objective_by_name[objective_name]
         loss = find(VAE_LOSSES, objective.loss)
         return objective.scale * loss.compute(self, draw, objective.settings)
+
+
+def _divergence(mean: Tensor, log_variance: Tensor) -> Tensor:
+    """Return KL(N(mean, exp(log_variance)) || N(0, I)) of each example: [b]."""
+    return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
 
 
 def require_range(inputs: Tensor, likelihood: Likelihood, about: str) -> None:

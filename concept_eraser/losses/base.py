@@ -57,6 +57,7 @@ class LossSettings:
         kl: Of a VAE, the weight of the KL term.
         trajectory: Of the loss `balance`.
         log_z: For `balance`, the present value of log Z, a scalar in training.
+        input_range: For `boundary`, the largest minus the smallest value of the data.
     """
 
     teacher: Teacher = "frozen"
@@ -69,6 +70,7 @@ class LossSettings:
     kl: float = 1.0
     trajectory: TrajectoryTerms = TrajectoryTerms()
     log_z: Tensor | None = None
+    input_range: float = 1.0
 
 
 class Loss(ABC):

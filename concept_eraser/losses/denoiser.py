@@ -63,7 +63,8 @@ Differences from the papers:
 * LECO makes x_t by partial sampling of the model in training, with `unconditional` as the negative
   prompt. Data-free training samples by the teacher here, and the negative prompt is empty.
 * Forget-Me-Not's code takes the norm of all the maps, which has the same minimum. There a layer
-  counts by its positions. Here all layers count alike, and the mean does not grow with images.
+  counts by its positions. Here all layers count alike. The mean over a prompt's tokens of the
+  concept comes first, then that over examples.
 
 Sampling uses eps(x_t, "") + s (eps(x_t, c) - eps(x_t, "")), but these losses train eps(x_t, c)
 only. On noised images of the concept the unconditional prediction can learn the same change. The
@@ -181,10 +182,9 @@ def npo(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
 
 def resteer(model: Predictor, draw: DenoiserDraw, settings: LossSettings) -> Tensor:
     assert draw.positions is not None  # made for this loss
-    concept_mask = draw.positions[:, None, None].float()
-    shares = [
-        (maps.float().square() * concept_mask).sum()
-        / (concept_mask.sum() * maps.shape[1] * maps.shape[2])
+    concept_mask = draw.positions.float()
+    shares = [  # of each example: its own tokens alone count, whatever is beside it in a batch
+        (maps.float().square().mean((1, 2)) * concept_mask).sum(1) / concept_mask.sum(1)
         for maps in model.attention(draw)
     ]
     return torch.stack(shares).mean()

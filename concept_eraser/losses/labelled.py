@@ -9,8 +9,8 @@ teacher and (x, y) the examples:
   arXiv 2411.15537, section 4.2; SalUn, arXiv 2310.12508)
 * anchor cross-entropy to one given class
 * boundary cross-entropy to the nearest other class: the one that the teacher predicts after one
-  FGSM step of 0.1 away from y (boundary shrink, arXiv 2303.11570); where the step does not cross
-  a boundary, the likeliest other class
+  FGSM step away from y, of a tenth of the range of the data (boundary shrink, arXiv 2303.11570);
+  where the step does not cross a boundary, the likeliest other class
 * expand cross-entropy to one more class, whose output is also trained and is discarded at the end
   (boundary expanding, arXiv 2303.11570); for models whose last layer is linear
 * distill KL(softmax f*(x) || softmax f(x)): preserve the model's predictions
@@ -42,9 +42,11 @@ Differences from the papers and their code:
 * relabel: the code of SalUn (OPTML-Group/Unlearn-Saliency, Classification/unlearn/RL.py, line 125)
   and of MUNBa (JingWu321/MUNBa, Classification/unlearn/MUNBa.py, line 181) draws the label from all
   classes, so it can be the true one. Here it is another class.
-* boundary: SalUn's code has it in Classification/unlearn/boundary_sh.py, lines 39-52 and 86-99. It
-  clips the attacked image to [0, 1] and rounds it to 8 bits. Where the step crosses no boundary its
-  target is the true class. The paper's own code has the same.
+* boundary: SalUn's code has it in Classification/unlearn/boundary_sh.py, lines 39-52 and 86-99. Its
+  step is 0.1 for images in [0, 1]. Data may have other values here, so the step is 0.1 of their
+  range, which is measured once, on the forgotten examples. SalUn's code clips the attacked image to
+  [0, 1] and rounds it to 8 bits. Where the step crosses no boundary its target is the true class.
+  The paper's own code has the same.
 * expand: SalUn's code (boundary_ex.py beside it, lines 34-67 and 95-99) keeps the further output.
 * diverge and distill: SCRUB's code (meghdadk/SCRUB, thirdparty/repdistiller/helper/loops.py, lines
   241-244) divides the logits by a temperature. Here there is none.
@@ -154,7 +156,7 @@ def boundary(model: Labeller, draw: ClassifierDraw, settings: LossSettings) -> T
     with torch.enable_grad():
         before = model.ask("forward", inputs, teacher=settings.teacher, gradients=True)
         (slope,) = torch.autograd.grad(F.cross_entropy(before.float(), draw.labels), [inputs])
-    step = 0.1 * (inputs.max() - inputs.min())  # a tenth of the range of the images
+    step = 0.1 * settings.input_range
     across = ClassifierDraw((inputs + step * slope.sign()).detach(), draw.labels, draw.others)
     logits = model.logits(across, teacher=settings.teacher).clone()
     logits.scatter_(1, draw.labels[:, None], -torch.inf)
@@ -218,7 +220,8 @@ def vae_anchor(model: Autoencoder, draw: VaeDraw, settings: LossSettings) -> Ten
 
 def vae_distill(model: Autoencoder, draw: VaeDraw, settings: LossSettings) -> Tensor:
     before, _ = model.reconstruct(draw, teacher=settings.teacher)
-    return 0.5 * (model.reconstruct(draw)[0] - before).square().flatten(1).sum(1).mean()
+    difference = model.reconstruct(draw)[0].float() - before.float()
+    return 0.5 * difference.square().flatten(1).sum(1).mean()
 
 
 def vae_histogram(model: Autoencoder, draw: VaeDraw, settings: LossSettings) -> Tensor:

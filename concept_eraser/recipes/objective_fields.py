@@ -375,11 +375,7 @@ class ObjectiveSpec(Strict):
     @field_validator("timesteps")
     @classmethod
     def _check_order(cls, value: tuple[int, int]) -> tuple[int, int]:
-        if not 0 <= value[0] < value[1] <= 1000:
-            raise ValueError(
-                f"expected [low, high] with 0 <= low < high <= 1000, found {list(value)}"
-            )
-        return value
+        return _ascending(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> ObjectiveSpec:
@@ -397,6 +393,7 @@ class ObjectiveSpec(Strict):
                 "data: rest stands for all data that are not in the forget set; it has no "
                 "classes, share, indices or options"
             )
+        self._require_loss("beta", "npo")
         if self.data is not None:
             return self
         if isinstance(self.anchor, str):
@@ -439,13 +436,7 @@ class ObjectiveSpec(Strict):
                 raise ValueError(
                     f"{key} is a setting of the loss {loss!r}, found loss {self.loss!r}"
                 )
-        for key, losses in (("eta", ("esd", "stereo")), ("beta", ("npo",))):
-            is_set = getattr(self, key) != type(self).model_fields[key].default
-            if is_set and is_built_in(str(self.loss)) and self.loss not in losses:
-                raise ValueError(
-                    f"{key} is a setting of the loss {' or '.join(map(repr, losses))}, found loss "
-                    f"{self.loss!r}"
-                )
+        self._require_loss("eta", "esd", "stereo")
         if self.noised == "anchor" and self.images != "generate":
             raise ValueError(
                 "noised: anchor noises generated images of the anchor, so it needs images: "
@@ -484,6 +475,25 @@ class ObjectiveSpec(Strict):
                 "use anchor, esd, distill, resteer or slider"
             )
         return self
+
+    def _require_loss(self, key: str, *losses: str) -> None:
+        """Raise ValueError if a setting is given to a built-in loss that does not read it."""
+        is_set = getattr(self, key) != type(self).model_fields[key].default
+        if is_set and is_built_in(str(self.loss)) and self.loss not in losses:
+            raise ValueError(
+                f"{key} is a setting of the loss {' or '.join(map(repr, losses))}, found loss "
+                f"{self.loss!r}"
+            )
+
+
+def _ascending(timesteps: tuple[int, int]) -> tuple[int, int]:
+    """Return a range of time steps. Raises ValueError if it is none."""
+    low, high = timesteps
+    if not 0 <= low < high <= 1000:
+        raise ValueError(
+            f"expected [low, high] with 0 <= low < high <= 1000, found {list(timesteps)}"
+        )
+    return timesteps
 
 
 def _check_mixture(mixture: Mapping[str, float]) -> None:
@@ -597,6 +607,11 @@ class HistogramSpec(Strict):
                 f"expected one attribute and its value, e.g. {{shape: star}}, found {quote(value)}"
             )
         return value
+
+    @field_validator("timesteps")
+    @classmethod
+    def _check_order(cls, value: tuple[int, int]) -> tuple[int, int]:
+        return _ascending(value)
 
 
 def as_list(forget: Any) -> list[ObjectiveSpec]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import ValidationError, ValidationInfo, field_validator, model_validator
 
 from concept_eraser import registry
 from concept_eraser.recipes import error_messages, memory_presets, validation
@@ -95,9 +95,12 @@ class Recipe(RecipeFields):
         return value.model_copy(update={"optimizer": optimizer})
 
     @model_validator(mode="after")
-    def _consistent(self) -> Recipe:
+    def _consistent(self, info: ValidationInfo) -> Recipe:
         is_record = not self.method.is_object and registry.in_memory(self.method.name)
-        validation.check(self, None if is_record else self.method.build())
+        method = None if is_record else self.method.build()
+        validation.check(self, method)
+        if info.context != OF_RUN_FOLDER:
+            validation.check_effects(self, method)
         return self
 
     @property

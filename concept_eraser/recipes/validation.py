@@ -72,6 +72,72 @@ def check(recipe: RecipeFields, method: Any) -> None:
         )
 
 
+def check_effects(recipe: RecipeFields, method: Any) -> None:
+    """Raise ValueError for a setting that would have no effect in a new run.
+
+    The recipe of a run folder is exempt, so that runs of earlier versions can be read.
+
+    Args:
+        recipe: The recipe.
+        method: Its method; None if a file records an object of another process.
+    """
+    if recipe.target in PROMPTED and recipe.trainable.batchnorm == "train":
+        raise ValueError(
+            f"trainable.batchnorm: train is for a classifier, a CLIP model or a VAE; the target "
+            f"{recipe.target!r} does not use it; leave it out"
+        )
+    if hasattr(method, "edit"):  # it has no steps and no losses
+        return
+    _schedules(recipe)
+    for name, spec in recipe.objective_specs.items():
+        if spec.teacher == "current":
+            _current_teacher(recipe, name, spec)
+
+
+def _schedules(recipe: RecipeFields) -> None:
+    """Raise ValueError for a part of the training that would begin after the last step."""
+    steps = recipe.training.steps
+    if recipe.attack is not None and recipe.attack.warmup >= steps:
+        raise ValueError(
+            f"attack.warmup: {recipe.attack.warmup} leaves none of the {steps} training steps "
+            "under attack; set it below training.steps, or to 0"
+        )
+    milestones = recipe.training.milestones
+    if milestones and milestones[0] >= steps:
+        raise ValueError(
+            f"training.milestones: all lie after the last of the {steps} training steps, so the "
+            f"learning rate would not change; the first is {milestones[0]}; set one below "
+            "training.steps, or decay: none"
+        )
+    if recipe.watch is not None and recipe.watch.every > steps:
+        raise ValueError(
+            f"watch.every: {recipe.watch.every} is more than the {steps} training steps, so only "
+            "the original model would be measured; set it to training.steps or less"
+        )
+
+
+def _current_teacher(recipe: RecipeFields, name: str, spec: ObjectiveSpec) -> None:
+    """Raise ValueError if an objective compares the model in training with itself.
+
+    The two differ in the statistics of the batch (`batchnorm: train`), and under an attack, which
+    the teacher's prompts do not have.
+    """
+    if recipe.trainable.batchnorm == "train" or (recipe.attack is not None and name == "forget"):
+        return
+    remedy = "use teacher: frozen, the model before the training"
+    if spec.distill:
+        raise ValueError(
+            f"{name}.distill compares the model with itself under teacher: current, so it is 0 at "
+            f"each step; {remedy}"
+        )
+    has_other_term = spec.l1 > 0 or spec.elastic is not None
+    if spec.loss in ("distill", "distill_prediction", "diverge") and not has_other_term:
+        raise ValueError(
+            f"{name}: the loss {spec.loss!r} compares the model with itself under teacher: "
+            f"current, so it is 0 at each step; {remedy}"
+        )
+
+
 def _use(recipe: RecipeFields, method: Any) -> None:
     """Raise ValueError if the method lacks a retain set, or does not fit the target."""
     if (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.erasers.classifier import Classifier, ClassifierObjective
@@ -13,7 +13,7 @@ from concept_eraser.recipes.objective_fields import ObjectiveSpec
 from concept_eraser.recipes.selections import select
 from concept_eraser.targets.context import Context
 from concept_eraser.targets.labelled_data import Rows, select_rows
-from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.errors import UserError, quote
 
 
 def build(context: Context) -> Classifier:
@@ -34,7 +34,7 @@ def build(context: Context) -> Classifier:
             positions,
             spec.loss,
             scale=spec.scale,
-            anchor=_anchor_class(spec, data),
+            anchor=_anchor_class(name, spec, data.labels[positions], data),
             teacher=spec.teacher,
             l1=spec.l1,
             distill=spec.distill,
@@ -63,13 +63,26 @@ def _module(context: Context, rows: Mapping[str, Rows]) -> nn.Module:
     return model.zero_shot(rows["forget"][0].names, recipe.templates)
 
 
-def _anchor_class(spec: ObjectiveSpec, data: Labelled) -> int | None:
+def _anchor_class(
+    objective: str, spec: ObjectiveSpec, labels: Tensor, data: Labelled
+) -> int | None:
     """Return the class of the anchor, which is given by name or by number.
 
-    A number may stand for a class of which the data have no example.
+    A number may stand for a class of which the data have no example. A random share of all classes
+    may have examples of the anchor's class.
+
+    Raises UserError if a forgotten class is its own anchor.
     """
     if not isinstance(spec.anchor, str):
         return None
     if spec.anchor.isdigit() and spec.anchor not in data.names:
-        return int(spec.anchor)
-    return data.class_index(spec.anchor)
+        anchor = int(spec.anchor)
+    else:
+        anchor = data.class_index(spec.anchor)
+    is_anchor = labels == anchor
+    if objective == "forget" and bool(is_anchor.any() if spec.classes else is_anchor.all()):
+        raise UserError(
+            f"forget: the anchor {quote(spec.anchor)} is a class to forget, so its examples would "
+            "be learned; give another class, or leave it out of `classes`"
+        )
+    return anchor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from concept_eraser.recipes.objective_fields import ObjectiveSpec, role
 from concept_eraser.registry import Plugin
 from concept_eraser.targets.context import PromptContext
 from concept_eraser.utils import distributed, provenance
+from concept_eraser.utils.errors import UserError, quote
+
+_LOG = logging.getLogger(__name__)
 
 Chunk = tuple[
     ImageRequest, int
@@ -56,8 +60,15 @@ class PromptPlan:
 
 
 def plan_objectives(context: PromptContext) -> PromptPlan:
-    """Choose the prompts of each objective, and read or request its images."""
+    """Choose the prompts of each objective, and read or request its images.
+
+    Raises:
+        UserError: A folder of images cannot be read, or each prompt to forget is its own anchor.
+    """
     plans = {name: _plan(context, name) for name in context.objectives}
+    for name, plan in plans.items():
+        if role(name) == "forget" and plan.spec.anchor:
+            _check_anchor(name, plan.rows, plan.spec.anchor)
     requests = [plan.images for plan in plans.values() if isinstance(plan.images, ImageRequest)]
     return PromptPlan(plans, missing_chunks(requests) if context.offload else {})
 
@@ -94,6 +105,35 @@ def _plan(context: PromptContext, name: str) -> ObjectivePlan:
     anchor = spec.anchor if (spec.noised or owner) == "anchor" else None
     texts = [row.anchor_prompt(anchor) if anchor else row.text for row in rows]
     return ObjectivePlan(spec, rows, _request(context, name, texts))
+
+
+def _check_anchor(name: str, rows: Sequence[Prompt], anchor: str | dict[str, str]) -> None:
+    """Compare each prompt of a forget set with its anchor, apart from capitals and spaces.
+
+    Raises UserError if all are the same. Some may be: their loss preserves them, which is a
+    warning.
+    """
+    unchanged_texts = [
+        row.text for row in rows if _plain(row.text) == _plain(row.anchor_prompt(anchor))
+    ]
+    if not unchanged_texts:
+        return
+    if len(unchanged_texts) == len(rows):
+        raise UserError(
+            f"{name}: the anchor of {quote(unchanged_texts[0])} is that prompt itself, and so for "
+            "all prompts, so nothing would be forgotten; give an anchor that describes something "
+            "else"
+        )
+    _LOG.warning(
+        "%s",
+        f"{name}: the anchor of {quote(unchanged_texts[0])} is that prompt itself, and so for "
+        f"{len(unchanged_texts)} of {len(rows)} examples, which would not be forgotten; leave "
+        "these prompts out, or give another anchor",
+    )
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()
 
 
 def _request(context: PromptContext, name: str, texts: Sequence[str]) -> ImageRequest:

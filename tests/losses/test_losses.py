@@ -98,8 +98,11 @@ def test_losses_are_their_formulas(tiny) -> None:
         0.5 * (mse(now[i], draw.target[i]) - mse(before["own"][i], draw.target[i]))
         for i in range(3)
     ]
-    attention = [
-        mean([float(a[b, :, :, k].square().mean()) for b, k in positions.nonzero().tolist()])
+    attention = [  # of each layer: of each example the mean over its own tokens
+        mean(
+            mean([float(a[b, :, :, k].square().mean()) for k in positions[b].nonzero().flatten()])
+            for b in range(3)
+        )
         for a in attention_maps(tiny, draw)
     ]
     expected = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,107 @@ def test_five_mistakes_are_five_lines() -> None:
 def test_each_mistake_is_an_error_with_a_next_step(changes: dict, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         recipe.load(short(**changes))
+
+
+HISTOGRAM = {"method": "uno-hat", "forget__loss": "data", "retain__loss": "data"}
+LABELLED = {
+    "model": "classifier",
+    "target": "classifier",
+    "forget": {"data": "digits", "classes": [3], "loss": "relabel"},
+    "retain": {"data": "rest"},
+    "trainable": {"select": "all"},
+}
+ATTACKED = {"method": "adversarial", "attack": {"n": 4}}
+WITH_ITSELF = "compares the model with itself under teacher: current"
+
+
+@pytest.mark.parametrize("bounds", [[-50, 0], [500, 100], [0, 1001]])
+def test_the_time_steps_of_a_histogram_ascend(bounds: list[int]) -> None:
+    histogram = {"concept": {"shape": "star"}, "timesteps": bounds}
+    with pytest.raises(UserError, match=r"histogram\.timesteps: .*0 <= low < high <= 1000"):
+        recipe.load(short(**HISTOGRAM, histogram=histogram))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({**ATTACKED, "attack": {"n": 4, "warmup": 4}}, "attack.warmup: 4 leaves none of the 4"),
+        (
+            {"training__decay": "step", "training__milestones": [4, 9]},
+            "milestones: all lie after the last of the 4 training steps",
+        ),
+        ({"watch": {"suite": "tiny_star", "every": 5}}, "watch.every: 5 is more than the 4"),
+        ({"trainable__batchnorm": "train"}, "'denoiser' does not use it"),
+        (
+            {"target": "text_encoder", "trainable": {"select": "all", "batchnorm": "train"}},
+            "'text_encoder' does not use it",
+        ),
+        ({"forget__loss": "distill", "forget__teacher": "current"}, f"forget: .*{WITH_ITSELF}"),
+        ({"retain__loss": "distill", "retain__teacher": "current"}, f"retain: .*{WITH_ITSELF}"),
+        (
+            {**ATTACKED, "retain__loss": "distill", "retain__teacher": "current"},
+            f"retain: .*{WITH_ITSELF}",
+        ),
+        (
+            {
+                "target": "text_encoder",
+                "retain__loss": "distill_prediction",
+                "retain__teacher": "current",
+            },
+            f"retain: the loss 'distill_prediction' {WITH_ITSELF}",
+        ),
+        (
+            {**LABELLED, "forget__loss": "diverge", "forget__teacher": "current"},
+            f"forget: the loss 'diverge' {WITH_ITSELF}",
+        ),
+        (
+            {**LABELLED, "retain__distill": 0.5, "retain__teacher": "current"},
+            rf"retain\.distill {WITH_ITSELF}",
+        ),
+        ({**LABELLED, "forget__beta": 1.0}, "beta is a setting of the loss 'npo'"),
+    ],
+)
+def test_a_setting_without_effect_is_an_error(changes: dict, message: str) -> None:
+    changed = copy.deepcopy(changes)
+    with pytest.raises(UserError, match=message):
+        recipe.load(short(**changed))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**ATTACKED, "attack": {"n": 4, "warmup": 3}},
+        {"training__decay": "step", "training__milestones": [3, 9]},
+        {"training__warmup": 9},  # a short run of a recipe with a warm-up
+        {"watch": {"suite": "tiny_star", "every": 4}},
+        {**ATTACKED, "forget__loss": "distill", "forget__teacher": "current"},
+        {
+            "retain__loss": "distill",
+            "retain__teacher": "current",
+            "retain__elastic": {"weight": 1.0},
+        },
+        {**LABELLED, "retain__loss": "distill", "retain__teacher": "current", "retain__l1": 1e-4},
+        {**LABELLED, "forget__loss": "npo", "forget__beta": 1.0},
+        {
+            **LABELLED,
+            "forget__loss": "diverge",
+            "forget__teacher": "current",
+            "trainable__batchnorm": "train",
+        },
+    ],
+)
+def test_a_setting_with_some_effect_is_accepted(changes: dict) -> None:
+    recipe.load(short(**copy.deepcopy(changes)))
+
+
+def test_the_recipe_of_an_earlier_run_is_read(tmp_path: Path) -> None:
+    """It could have settings without effect."""
+    content = short(**copy.deepcopy(ATTACKED), attack__warmup=4)
+    content["retain"] |= {"loss": "distill", "teacher": "current"}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    assert recipe.load_run(tmp_path).attack.warmup == 4
+    with pytest.raises(UserError, match=r"attack\.warmup"):
+        recipe.load(str(tmp_path / "recipe.yaml"))
 
 
 def test_missing_forget_is_named() -> None:

@@ -357,6 +357,32 @@ def test_the_gradient_is_the_same_with_checkpointing(tiny) -> None:
             torch.testing.assert_close(a, b)
 
 
+def test_steering_does_not_depend_on_how_a_batch_is_split(tiny) -> None:
+    """Prompts whose concepts have one, two and three tokens."""
+    texts = ["a red star", "a big star", "a big red star", "the big red star"]
+    anchors = ["a red circle", "a circle", "a circle", "the circle"]
+    examples = batches.make_examples(tiny, texts, latents=None, anchors=anchors)
+    positions = tiny.concept_tokens(texts, anchors, end=False)
+    assert positions.sum(1).tolist() == [1, 2, 3, 3]
+    latents = torch.randn(4, *tiny.latent_shape(), generator=torch.Generator().manual_seed(0))
+    examples = replace(examples, latents=latents, positions=positions)
+    names = select([name for name, _ in tiny.denoiser.named_parameters()], "cross_attention")
+    denoiser = Denoiser(tiny, {"forget": DenoiserObjective(examples, "resteer")}, names)
+    weights = [
+        parameter
+        for name, parameter in denoiser.trainable().items()
+        if name.endswith("to_k.weight")
+    ]
+
+    def gradient(seeds: list[int]) -> torch.Tensor:
+        loss = denoiser.loss("forget", denoiser.draw("forget", seeds))
+        parts = torch.autograd.grad(loss, weights, allow_unused=True)
+        return torch.cat([part.flatten() for part in parts if part is not None])
+
+    one_by_one = torch.stack([gradient([seed]) for seed in range(8)]).mean(0)
+    torch.testing.assert_close(gradient(list(range(8))), one_by_one, rtol=1e-3, atol=1e-6)
+
+
 def test_a_lora_is_steered_too(tiny) -> None:
     job = recipe.load(short(trainable={"select": "cross_attention", "lora": 2}))
     names = select([name for name, _ in tiny.denoiser.named_parameters()], "cross_attention")

@@ -112,6 +112,14 @@ def test_a_dry_run_has_no_steps_without_the_attack() -> None:
     assert short.attack.warmup == 0
 
 
+def test_a_dry_run_reaches_a_milestone() -> None:
+    """Milestones that all lie after its last step would be an error."""
+    schedule = ["training.decay=step", "training.milestones=[50, 80]"]
+    short = dry_run.shorten(dry_run.load(recipe.load("tiny_star_munba", schedule)))
+    assert short.training.milestones == [1]
+    assert short.training.steps == 2
+
+
 def test_without_steps_no_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimates of a folder are those of the loaded model. Its files are checked as before."""
     folder = tmp_path / "checkpoint"

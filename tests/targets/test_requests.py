@@ -223,6 +223,46 @@ def test_vaes_whose_values_do_not_fit(tmp_path: Path) -> None:
     assert torch.isnan(fine.loss("retain", fine.draw("retain", [0])))
 
 
+class GivenCode(nn.Module):
+    """A VAE whose code is given, in bf16 where autocast is on. It decodes to the code's mean."""
+
+    def __init__(self, mean: torch.Tensor, log_variance: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.code = mean, log_variance
+
+    def encode(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
+        return tuple(part[: len(inputs)].to(dtype) for part in self.code)
+
+    def decode(self, code: torch.Tensor) -> torch.Tensor:
+        return (code * self.weight).to(self.encode(code)[0].dtype)
+
+
+def test_the_terms_of_a_vae_under_autocast_are_summed_in_fp32() -> None:
+    """The inputs have 8 bits, so all differences are those of the terms."""
+    generator = torch.Generator().manual_seed(0)
+    mean, log_variance = (
+        torch.randn(4, 3, 16, 16, generator=generator).bfloat16().float() for _ in range(2)
+    )
+    data = from_arrays(np.zeros((4, 3, 16, 16), dtype=np.float32), [0, 0, 1, 1])
+    objective = vae.VaeObjective(data, torch.arange(4), "distill")
+    eraser = vae.Vae(GivenCode(mean, log_variance), {"retain": objective}, ["weight"])
+    draw = eraser.draw("retain", [0, 1])
+    exact = 0.5 * (mean.double().square() + log_variance.double().exp() - 1 - log_variance)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, divergence = eraser.reconstruct(draw)
+        before, _ = eraser.reconstruct(draw, teacher="frozen")
+        with torch.no_grad():
+            eraser.trainable()["weight"].fill_(1.25)
+        now, _ = eraser.reconstruct(draw)
+        loss = eraser.loss("retain", draw)
+    expected = exact[:2].flatten(1).sum(1).float()
+    torch.testing.assert_close(divergence, expected, rtol=1e-3, atol=0)
+    difference = (now.double() - before.double()).square().flatten(1).sum(1).mean() / 2
+    torch.testing.assert_close(loss.double(), difference, rtol=1e-3, atol=0)
+
+
 def test_an_edit_that_overflows_is_refused_and_nothing_is_saved(tmp_path: Path) -> None:
     net = fresh()
     before = copy.deepcopy(net.state_dict())

@@ -332,6 +332,14 @@ class Faulty(torch.utils.data.Dataset):
             r"needs an anchor: the class to predict instead",
         ),
         ({"data": "digits", "indices": "nowhere.txt"}, {}, r"no such file of indices"),
+        *(
+            (
+                {"data": "digits", "classes": [3, *more], "loss": "anchor", "anchor": "3"},
+                {},
+                r"forget: the anchor '3' is a class to forget",
+            )
+            for more in ([], [5])
+        ),
     ],
 )
 def test_bad_requests_are_refused_with_the_reason(
@@ -359,6 +367,21 @@ class Crooked(nn.Module):
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         return z
+
+
+def test_a_random_share_may_have_examples_of_the_anchors_class(
+    net: nn.Module, tmp_path: Path
+) -> None:
+    forget = {"data": "digits", "share": 0.1, "loss": "anchor", "anchor": 3}
+    run = api.erase(
+        model=net,
+        target="classifier",
+        forget=forget,
+        retain="rest",
+        training={**SHORT, "steps": 1},
+        output=tmp_path,
+    )
+    assert run.folder.exists()
 
 
 def test_a_vae_whose_shapes_do_not_fit(tmp_path: Path) -> None:
@@ -456,6 +479,28 @@ def test_boundary_is_the_nearest_other_class() -> None:
     draw = eraser.draw("forget", [0])
     expected = nn.functional.cross_entropy(linear(draw.inputs), torch.tensor([1]))
     torch.testing.assert_close(eraser.loss("forget", draw), expected)
+
+
+def test_the_boundary_does_not_depend_on_how_a_batch_is_split() -> None:
+    """One example has values ten times those of the others, so the step is 0.1 of its range."""
+    from concept_eraser.erasers import classifier
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 5))
+    inputs = np.random.default_rng(0).uniform(-1, 1, (12, 2))
+    inputs[5] = [-10, 10]
+    data = from_arrays(inputs, [k % 5 for k in range(12)], list("abcde"))
+    objective = classifier.ClassifierObjective(data, torch.arange(12), "boundary")
+    eraser = classifier.Classifier(net, {"forget": objective}, ["0.weight"])
+    assert eraser.input_ranges == {"forget": 20.0}
+    seeds = list(range(24))
+    draws = [eraser.draw("forget", some) for some in (seeds, *([seed] for seed in seeds))]
+    assert float(draws[0].inputs.max()) == 10
+    gradients = [
+        torch.autograd.grad(eraser.loss("forget", draw), list(eraser.trainable().values()))[0]
+        for draw in draws
+    ]
+    torch.testing.assert_close(gradients[0], torch.stack(gradients[1:]).mean(0))
 
 
 def test_saliency_moves_only_the_weights_that_matter(net: nn.Module, tmp_path: Path) -> None:
