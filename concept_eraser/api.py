@@ -851,9 +851,9 @@ def report(
         The path of the page.
 
     Raises:
-        UserError: a run was not evaluated, was evaluated on labelled data, or has other weights by
-            now; several runs have different protocols; a folder of attacks holds none on these
-            models; or the file exists and this package did not write it.
+        UserError: a run was not evaluated, was evaluated on labelled data, or has other weights or
+            prompts by now; several runs have different protocols; a folder of attacks holds none on
+            these models; or the file exists and this package did not write it.
 
     Example:
         >>> import concept_eraser
@@ -942,7 +942,7 @@ def card(
 
     Raises:
         UserError: the folder is not a finished run; or with a control, the run was not evaluated,
-            was evaluated on labelled data, or has other weights by now.
+            was evaluated on labelled data, or has other weights or prompts by now.
 
     Example:
         >>> import concept_eraser
@@ -995,6 +995,8 @@ def _evaluate_again(
     """Evaluate a run by a suite, or again by the protocol of its evaluation.
 
     Numbers of controls that the evaluation has already are not measured again.
+
+    Raises UserError, by the protocol of the evaluation, if its prompts or weights have changed.
     """
     write.require_prompted(run)
     before, models, gap = None, None, None
@@ -1007,6 +1009,7 @@ def _evaluate_again(
             "sensitive": content.get("sensitive", False),
             "second_judge": content.get("second_judge", {}).get("name"),
         }
+        run_results.require_same_prompts(content, suites.load(suite))
     evaluation = evaluate(
         run,
         suite,
