@@ -112,6 +112,7 @@ SINGLE_RULES = {
     "cli.doctor": {"models.base"},  # whether this CPU emulates bfloat16
     "recipes.defaults": {"models", "tiny.published"},  # the default depends on the model
     "demo.presets": {"runs.suite_matching"},  # the suite in a run folder
+    "reporting.run_results": {"runs.suite_matching"},  # whether a command needs --suite
     # only for their types
     "recipes.keywords": {"data.labelled", "evaluation", "losses", "methods.base", "models.base"},
 }

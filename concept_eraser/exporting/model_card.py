@@ -150,7 +150,7 @@ def card(
         if recipe.target in recipes.PROMPTED
         else "",
         "limits": list(_limits(findings)),
-        "commands": _commands(folder, recipe),
+        "commands": _commands(folder),
         "use": use(recipe, folder, repository, kind=kind),
         "fingerprint": recipe.fingerprint,
         "commit": f", commit `{environment['commit']}`" if environment.get("commit") else "",
@@ -268,9 +268,9 @@ def _list_options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}: {value}" for key, value in options.items()) or "none"
 
 
-def _commands(folder: Path, recipe: Recipe) -> dict[str, str]:
+def _commands(folder: Path) -> dict[str, str]:
     """Return the commands for missing measurements. A suite measures one concept."""
-    suite = ("--suite", "SUITE") if len(recipe.forgotten) > 1 else ()
+    suite = run_results.suite_option(folder)
     return {
         "evaluate": shell_command("evaluate", _place(folder), *suite),
         "attack": shell_command("attack", _place(folder), "-a", "unlearn_diff", *suite),

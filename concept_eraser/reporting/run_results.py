@@ -15,6 +15,7 @@ from concept_eraser.evaluation.statistics import Interval
 from concept_eraser.evaluation.suite import Suite, group_prompts
 from concept_eraser.models.safeguards import Guard, safeguard_in
 from concept_eraser.reporting import compare, html
+from concept_eraser.runs import suite_matching
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError
@@ -145,15 +146,23 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
+def suite_option(folder: Path) -> list[str]:
+    """Return the words that name a suite in a command on a run, see `suite_matching`."""
+    return suite_matching.suite_option(folder)
+
+
+def evaluation_command(folder: Path) -> str:
+    """Return the command that evaluates a run, with `--suite SUITE` where it needs one."""
+    return shell_command("evaluate", folder, *suite_option(folder))
+
+
 def read_evaluation(folder: Path) -> dict[str, Any]:
     """Read the evaluation.json of a folder.
 
     Raises UserError if there is none, or if it is about labelled data.
     """
     if not (folder / "evaluation.json").is_file():
-        raise UserError(
-            f"{folder} was not evaluated yet; run `{shell_command('evaluate', folder)}` first"
-        )
+        raise UserError(f"{folder} was not evaluated yet; run `{evaluation_command(folder)}` first")
     _, content = compare.read(folder / "evaluation.json")
     if not isinstance(content.get("results"), list):
         raise UserError(

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
 import concept_eraser
+from concept_eraser.cli.main import app
+from concept_eraser.exporting import eval_results
+from concept_eraser.reporting import run_results
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.errors import UserError
+from tests.conftest import short
 
 Cli = Callable[..., CompletedProcess[str]]
 SHORT = ["training.steps=2", "training.batch_size=2", "forget.n=4", "retain.n=4"]
@@ -108,6 +116,23 @@ def test_printed_commands_can_be_pasted(cli: Cli, tmp_path: Path) -> None:
         ]
     process = cli(*by_verb["evaluate"][1:], "-q")
     assert process.returncode == 0, process.stderr
+
+
+def test_a_run_without_a_suite_is_evaluated_by_one_that_the_user_names(tmp_path: Path) -> None:
+    """The next step, the card and the errors name --suite, which such a run needs."""
+    file, recipe = tmp_path / "my_forget.txt", tmp_path / "own.yaml"
+    file.write_text("a green star\n")
+    run = tmp_path / "own"
+    settings: dict[str, Any] = {"training__steps": 1, "forget__anchor": "a circle"}
+    recipe.write_text(yaml.safe_dump(short(forget__prompts=str(file), **settings)))
+    result = CliRunner().invoke(app, ["erase", str(recipe), "-o", str(run), "-q"])
+    assert result.exit_code == 0, result.output
+    command = f"concept-eraser evaluate {run} --suite SUITE"
+    assert f"next: {command}    (" in result.output
+    assert "evaluate runs/own --suite SUITE\n" in concept_eraser.card(run)
+    for read in (run_results.read_evaluation, lambda run: eval_results.model_files(run, "me/x")):
+        with pytest.raises(UserError, match=re.escape(f"`{command}` first")):
+            read(run)
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) -> None:
