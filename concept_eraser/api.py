@@ -625,7 +625,12 @@ def evaluate(
             if folder is not None and distributed.is_first():
                 run_results.require_same_recipe(folder, recipes.load_run(Path(model)).fingerprint)
             evaluation = labelled_measurement.measure(
-                Path(model), before=before, after=after, objects=data, allow_code=allow_code
+                Path(model),
+                before=before,
+                after=after,
+                objects=data,
+                allow_pickle=allow_pickle,
+                allow_code=allow_code,
             )
             _save(evaluation, folder)
         return evaluation
@@ -933,7 +938,8 @@ def card(
         control: a model that never learned the concept, or a list of them, as in `evaluate`. The
             run's evaluation is repeated against it. The controls of the run's evaluation and of its
             attacks are always shown.
-        allow_pickle: with a control, also load pickled weights, which can execute code.
+        allow_pickle: with a control, also load pickled weights, which can execute code. The
+            commands of the card permit it too.
         progress: called as work with a control advances.
         cache: with a control, a folder for generated images, in place of the user's cache.
 
@@ -959,7 +965,14 @@ def card(
             cache=None if cache is None else Path(cache),
         )
         gap = None if evaluation.control is None else evaluation.control.as_dict()
-    return model_card.card(run, repository=repository, license=license, kind=kind, gap=gap)
+    return model_card.card(
+        run,
+        repository=repository,
+        license=license,
+        kind=kind,
+        gap=gap,
+        allow_pickle=allow_pickle,
+    )
 
 
 def _report_again(

@@ -59,7 +59,10 @@ def card(
         bool,
         typer.Option(
             "--allow-pickle",
-            help="with --control, load pickled weights (they can execute code)",
+            help=(
+                "with --control, load pickled weights (they can execute code); the commands of "
+                "the card permit it too"
+            ),
         ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
