@@ -164,11 +164,6 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     if not (folder / "evaluation.json").is_file():
         raise UserError(f"{folder} was not evaluated yet; run `{evaluation_command(folder)}` first")
     _, content = compare.read(folder / "evaluation.json")
-    if not isinstance(content.get("results"), list):
-        raise UserError(
-            f"{folder} was measured on labelled data, which has no report of images; "
-            f"its numbers: {shell_command('evaluate', folder)}"
-        )
     result_schema.require(content, result_schema.EVALUATION, folder / "evaluation.json")
     return content
 
