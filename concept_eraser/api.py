@@ -625,7 +625,12 @@ def evaluate(
             if folder is not None and distributed.is_first():
                 run_results.require_same_recipe(folder, recipes.load_run(Path(model)).fingerprint)
             evaluation = labelled_measurement.measure(
-                Path(model), before=before, after=after, objects=data, allow_code=allow_code
+                Path(model),
+                before=before,
+                after=after,
+                objects=data,
+                allow_pickle=allow_pickle,
+                allow_code=allow_code,
             )
             _save(evaluation, folder)
         return evaluation
@@ -851,9 +856,9 @@ def report(
         The path of the page.
 
     Raises:
-        UserError: a run was not evaluated, was evaluated on labelled data, or has other weights by
-            now; several runs have different protocols; a folder of attacks holds none on these
-            models; or the file exists and this package did not write it.
+        UserError: a run was not evaluated, was evaluated on labelled data, or has other weights or
+            prompts by now; several runs have different protocols; a folder of attacks holds none on
+            these models; or the file exists and this package did not write it.
 
     Example:
         >>> import concept_eraser
@@ -933,7 +938,8 @@ def card(
         control: a model that never learned the concept, or a list of them, as in `evaluate`. The
             run's evaluation is repeated against it. The controls of the run's evaluation and of its
             attacks are always shown.
-        allow_pickle: with a control, also load pickled weights, which can execute code.
+        allow_pickle: with a control, also load pickled weights, which can execute code. The
+            commands of the card permit it too.
         progress: called as work with a control advances.
         cache: with a control, a folder for generated images, in place of the user's cache.
 
@@ -942,7 +948,7 @@ def card(
 
     Raises:
         UserError: the folder is not a finished run; or with a control, the run was not evaluated,
-            was evaluated on labelled data, or has other weights by now.
+            was evaluated on labelled data, or has other weights or prompts by now.
 
     Example:
         >>> import concept_eraser
@@ -959,7 +965,14 @@ def card(
             cache=None if cache is None else Path(cache),
         )
         gap = None if evaluation.control is None else evaluation.control.as_dict()
-    return model_card.card(run, repository=repository, license=license, kind=kind, gap=gap)
+    return model_card.card(
+        run,
+        repository=repository,
+        license=license,
+        kind=kind,
+        gap=gap,
+        allow_pickle=allow_pickle,
+    )
 
 
 def _report_again(
@@ -995,6 +1008,8 @@ def _evaluate_again(
     """Evaluate a run by a suite, or again by the protocol of its evaluation.
 
     Numbers of controls that the evaluation has already are not measured again.
+
+    Raises UserError, by the protocol of the evaluation, if its prompts or weights have changed.
     """
     write.require_prompted(run)
     before, models, gap = None, None, None
@@ -1007,6 +1022,7 @@ def _evaluate_again(
             "sensitive": content.get("sensitive", False),
             "second_judge": content.get("second_judge", {}).get("name"),
         }
+        run_results.require_same_prompts(content, suites.load(suite))
     evaluation = evaluate(
         run,
         suite,

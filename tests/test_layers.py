@@ -109,9 +109,11 @@ SINGLE_RULES = {
     "methods.fisher": {"utils.extras"},
     "methods.torchjd": {"utils.extras"},
     "data.datasets.painted": {"tiny.painter"},  # the painter of the bundled data set
+    "cli.concept_result": {"models.single_file"},  # whether a model has that format
     "cli.doctor": {"models.base"},  # whether this CPU emulates bfloat16
     "recipes.defaults": {"models", "tiny.published"},  # the default depends on the model
     "demo.presets": {"runs.suite_matching"},  # the suite in a run folder
+    "reporting.run_results": {"runs.suite_matching"},  # whether a command needs --suite
     # only for their types
     "recipes.keywords": {"data.labelled", "evaluation", "losses", "methods.base", "models.base"},
 }

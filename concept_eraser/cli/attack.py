@@ -7,6 +7,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from concept_eraser.cli.next_step import permissions
 from concept_eraser.utils import distributed, limits
 from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError, quote
@@ -207,7 +208,8 @@ def attack(
         # the run's report leaves out attacks under a safeguard
         has_report = run_folder != Path() and (run_folder / "evaluation.json").is_file()
         if has_report and folder.is_relative_to(run_folder) and guard is None:
-            typer.echo(f"report:  {shell_command('report', run_folder)}")
+            permitted = permissions(allow_pickle=allow_pickle)
+            typer.echo(f"report:  {shell_command('report', run_folder, *permitted)}")
 
 
 def _options(settings: list[str]) -> dict[str, Any]:

@@ -59,7 +59,10 @@ def card(
         bool,
         typer.Option(
             "--allow-pickle",
-            help="with --control, load pickled weights (they can execute code)",
+            help=(
+                "with --control, load pickled weights (they can execute code); the commands of "
+                "the card permit it too"
+            ),
         ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no progress bars")] = False,
@@ -87,14 +90,14 @@ def card(
         raise UserError("--benchmark and --results belong together; give both, or neither")
     if control and results is not None and output is None:
         raise UserError("--control is for the card, and --results alone writes none; add --output")
-    if benchmark is not None and results is not None:
-        _write_results(run, benchmark, results, overwrite)
-        if output is None:
-            return
     if output is not None:
         if output.is_file() and not overwrite:
             raise UserError(f"{output} exists already; give another --output, or --overwrite")
         probe(output)
+    if benchmark is not None and results is not None:
+        _write_results(run, benchmark, results, overwrite)
+        if output is None:
+            return
     with bars(quiet) as progress:
         text = api.card(
             run,

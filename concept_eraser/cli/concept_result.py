@@ -31,8 +31,8 @@ def show(run: Any, *, measure: bool, quiet: bool, allow_pickle: bool = False) ->
         for suite in suites:
             _evaluate(run, Path(suite), quiet, allow_pickle)
     permitted = permissions(allow_pickle=allow_pickle)
-    _print_files(folder, permitted)
-    typer.echo(f"next:     {_commands(folder, suites, measure, permitted)}")
+    _print_files(run, allow_pickle)
+    typer.echo(f"next:     {_commands(run, suites, measure, permitted)}")
 
 
 def _evaluate(run: Any, suite: Path, quiet: bool, allow_pickle: bool) -> None:
@@ -56,18 +56,23 @@ def _evaluate(run: Any, suite: Path, quiet: bool, allow_pickle: bool) -> None:
     typer.echo(f"images:   {images}\nreport:   {place / 'report.html'}")
 
 
-def _print_files(folder: Path, permitted: list[str]) -> None:
+def _print_files(run: Any, allow_pickle: bool) -> None:
+    folder = run.folder
+    if run.recipe.method.adds_gate:  # no other program could load it
+        typer.echo(f"gate:     {folder / 'weights.safetensors'}")
+        return
     lora, pipeline = folder / "lora", folder / "pipeline"
     if lora.is_dir():
-        typer.echo(f"LoRA:     {lora} (diffusers); {_kohya(folder)}")
+        typer.echo(f"LoRA:     {lora} (diffusers); {_kohya(folder, allow_pickle)}")
     if pipeline.is_dir():
         typer.echo(f"pipeline: {pipeline}    {loading_call(pipeline)}")
     else:
+        permitted = permissions(allow_pickle=allow_pickle)
         export_command = shell_command("export", folder, "--to", "diffusers", *permitted)
         typer.echo(f"pipeline: {export_command}    (writes it)")
 
 
-def _kohya(folder: Path) -> str:
+def _kohya(folder: Path, allow_pickle: bool) -> str:
     """Write the LoRA for A1111 and ComfyUI, if it is not there, and say where it is."""
     from concept_eraser import api
 
@@ -75,21 +80,30 @@ def _kohya(folder: Path) -> str:
     notes = ""
     try:
         if not place.exists():
-            ignored = api.export(folder, "kohya").ignored
+            ignored = api.export(folder, "kohya", allow_pickle=allow_pickle).ignored
             notes = "".join(f"\n          {finding.sentence()}" for finding in ignored)
     except UserError as error:
         return f"no file for A1111 and ComfyUI ({error})"
     return f"{place} (kohya, for A1111 and ComfyUI){notes}"
 
 
-def _commands(folder: Path, suites: list[str], measure: bool, permitted: list[str]) -> str:
+def _commands(run: Any, suites: list[str], measure: bool, permitted: list[str]) -> str:
+    """Return at most three commands, and none that would refuse the run."""
+    folder = run.folder
     suite = ["--suite", suites[0]] if len(suites) > 1 else []
     words = [*suite, *permitted]
-    commands = [
-        shell_command("attack", folder, *words, *SHORT_ATTACK),
-        shell_command("export", folder, "--to", "single-file", *permitted),
-        shell_command("push", folder, "owner/name"),
-    ]
-    if not measure:
-        commands[0:1] = [shell_command("evaluate", folder, *words), commands[0]]
+    commands = [] if measure else [shell_command("evaluate", folder, *words)]
+    commands.append(shell_command("attack", folder, *words, *SHORT_ATTACK))
+    if not run.recipe.method.adds_gate:  # it has no other format
+        if _has_single_file(run):
+            commands.append(shell_command("export", folder, "--to", "single-file", *permitted))
+        commands.append(shell_command("push", folder, "owner/name"))
     return "\n          ".join(commands[:3])
+
+
+def _has_single_file(run: Any) -> bool:
+    """Whether the model of a run can be written as one file."""
+    from concept_eraser.models import loading, single_file
+
+    model = run.model or loading.outline(str(run.folder))
+    return model is not None and single_file.has_layout(model.family)

@@ -462,6 +462,7 @@ def run(
         return
     from concept_eraser import api
     from concept_eraser.models import loading
+    from concept_eraser.runs import suite_matching
 
     names_code = allow_code and loading.names_code(recipe_content.model)
     options = permissions(allow_pickle=allow_pickle, allow_code=names_code)
@@ -482,7 +483,9 @@ def run(
         return
     note = "" if finished_run.model else " (finished before; --overwrite repeats it)"
     typer.echo(f"erased in {finished_run.seconds:.0f} s of training{note}; run folder: {folder}")
-    evaluate_command = shell_command("evaluate", folder, *options)
+    evaluate_command = shell_command(
+        "evaluate", folder, *suite_matching.suite_option(folder), *options
+    )
     if recipe_content.method.adds_gate:  # no other program could load it
         note = f"the gate: {folder / 'weights.safetensors'}"
     else:

@@ -140,6 +140,7 @@ def evaluate(
             guard=guard,
             control=controls,
             output=folder,
+            allow_pickle=allow_pickle,
             allow_code=allow_code,
         )
         if distributed.is_first():

@@ -61,14 +61,17 @@ def export(
         ),
     ] = None,
     max_error: Annotated[
-        float,
+        Optional[float],
         typer.Option(
             min=0.0,
             max=limits.PORTION,
             callback=finite,
-            help="largest relative error of the change that the rank of a LoRA may cause",
+            help=(
+                "largest relative error of the change that the rank of a LoRA may cause (default: "
+                "0.2)"
+            ),
         ),
-    ] = 0.2,
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="numbers of a LoRA file: fp32, fp16, bf16, or fp8 (kohya, musubi)")
     ] = "fp32",

@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from concept_eraser.cli.bounds import weights_of
+from concept_eraser.cli.next_step import permissions
 
 
 def merge(
@@ -44,7 +45,7 @@ def merge(
 
       concept-eraser merge runs/star runs/moon --weights 1,0.5 -o runs/both
 
-      concept-eraser evaluate runs/both --suite tiny_star
+      concept-eraser evaluate runs/both --suite tiny_star -o runs/both-tiny_star
     """
     factors = weights_of(weights, "--weights")
     from concept_eraser import api
@@ -58,7 +59,8 @@ def merge(
         f"written: {result.path}; changes of length {lengths} add up to {result.length:.3g} (if "
         f"orthogonal: {result.apart:.3g}) in {result.tensors} tensors"
     )
-    typer.echo(
-        f"next: {shell_command('evaluate', result.path, '--before', result.before)} --suite "
-        "SUITE, once per concept"
-    )
+    words = [result.path, "--before", result.before, "--suite", "SUITE"]
+    # a merged folder is no run, so each evaluation needs a folder of its own
+    words += ["--output", f"{result.path}-SUITE", *permissions(allow_pickle=allow_pickle)]
+    evaluate_command = shell_command("evaluate", *words)
+    typer.echo(f"next: {evaluate_command}    (once per concept, with its suite for SUITE)")

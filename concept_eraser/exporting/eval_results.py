@@ -26,7 +26,6 @@ from concept_eraser.exporting import card_results
 from concept_eraser.models import hub
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.reporting import run_results
-from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError
 
 FOLDER = ".eval_results"  # of a model repository
@@ -157,7 +156,7 @@ def _required(run: Path) -> dict[str, list[Measurement]]:
     if not by_suite:
         raise UserError(
             f"{run} has no number of a suite or an attack; run "
-            f"`{shell_command('evaluate', run)}` first"
+            f"`{run_results.evaluation_command(run)}` first"
         )
     return by_suite
 

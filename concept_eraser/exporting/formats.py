@@ -32,6 +32,7 @@ from concept_eraser.utils import limits
 from concept_eraser.utils.errors import UserError, unknown
 
 FORMATS = ("diffusers", "tensors", "lora", "kohya", "musubi", "comfyui", "single-file")
+MAX_ERROR = 0.2  # the largest relative error of a LoRA, unless another is given
 _SUFFIX = lora_export.SUFFIX
 _NAMINGS = {"lora": "diffusers", "kohya": "kohya", "musubi": "musubi", "comfyui": "comfyui"}
 
@@ -67,7 +68,7 @@ def export(
     output: str | Path | None = None,
     strength: float = 1.0,
     rank: int | None = None,
-    max_error: float = 0.2,
+    max_error: float | None = None,
     dtype: str = "fp32",
     block_weights: Sequence[float] = (),
     allow_pickle: bool = False,
@@ -86,7 +87,7 @@ def export(
         rank: the rank of a LoRA (default: that of the erasure's own factors, else the smallest rank
             with an error of at most `max_error`). A smaller rank than that of the own factors
             keeps the largest singular values of each layer.
-        max_error: the largest relative error of a LoRA by its rank.
+        max_error: the largest relative error of a LoRA by its rank (default: 0.2).
         dtype: the numbers of a LoRA file: fp32, fp16, bf16 or fp8 (e4m3, only for
             kohya and musubi).
         block_weights: for kohya, a factor for each block of the UNet in the convention of LoRA
@@ -98,9 +99,10 @@ def export(
         The path, and the rank and errors of a LoRA.
 
     Raises:
-        UserError: the erasure has a gate, the two models do not match, the error of the LoRA is
-            above `max_error`, the block weights are not those of the family, or the output is the
-            place of a run's pipeline and the strength is not 1.
+        UserError: the erasure has a gate, the two models do not match, a setting of LoRA files is
+            given for another format, the error of the LoRA is above `max_error`, the block weights
+            are not those of the family, or the output is the place of a run's pipeline and the
+            strength is not 1.
 
     Example:
         >>> import concept_eraser
@@ -110,10 +112,18 @@ def export(
         raise unknown("format", to, FORMATS)
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
-    if dtype != "fp32" and to not in _NAMINGS:
+    of_loras = {
+        "--rank": rank is not None,
+        "--max-error": max_error is not None,
+        "--dtype": dtype != "fp32",
+    }
+    option = next((name for name, is_given in of_loras.items() if is_given), None)
+    if option is not None and to not in _NAMINGS:
         raise UserError(
-            f"--dtype is for LoRA files (--to {', '.join(_NAMINGS)}), found --to {to}; leave it out"
+            f"{option} is for LoRA files (--to {', '.join(_NAMINGS)}), found --to {to}; "
+            "leave it out"
         )
+    max_error = MAX_ERROR if max_error is None else max_error
     if block_weights and to != "kohya":
         raise UserError(
             f"--block-weights is for a LoRA in kohya's naming (--to kohya), found --to {to}"

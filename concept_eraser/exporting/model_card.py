@@ -67,6 +67,7 @@ def card(
     license: str = "other",
     kind: str | None = None,
     gap: Mapping[str, Any] | None = None,
+    allow_pickle: bool = False,
 ) -> str:
     """Return the text of the model card of a finished run.
 
@@ -74,6 +75,7 @@ def card(
 
     gap: the gap to retraining of the run's evaluation, as an evaluation.json has it, in place of
         the stored one.
+    allow_pickle: whether the commands for missing measurements load pickled weights.
 
     Raises UserError if the folder is not a finished run.
     """
@@ -150,7 +152,7 @@ def card(
         if recipe.target in recipes.PROMPTED
         else "",
         "limits": list(_limits(findings)),
-        "commands": _commands(folder, recipe),
+        "commands": _commands(folder, allow_pickle),
         "use": use(recipe, folder, repository, kind=kind),
         "fingerprint": recipe.fingerprint,
         "commit": f", commit `{environment['commit']}`" if environment.get("commit") else "",
@@ -268,12 +270,14 @@ def _list_options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}: {value}" for key, value in options.items()) or "none"
 
 
-def _commands(folder: Path, recipe: Recipe) -> dict[str, str]:
+def _commands(folder: Path, allow_pickle: bool) -> dict[str, str]:
     """Return the commands for missing measurements. A suite measures one concept."""
-    suite = ("--suite", "SUITE") if len(recipe.forgotten) > 1 else ()
+    options = run_results.suite_option(folder)
+    if allow_pickle:
+        options.append("--allow-pickle")
     return {
-        "evaluate": shell_command("evaluate", _place(folder), *suite),
-        "attack": shell_command("attack", _place(folder), "-a", "unlearn_diff", *suite),
+        "evaluate": shell_command("evaluate", _place(folder), *options),
+        "attack": shell_command("attack", _place(folder), "-a", "unlearn_diff", *options),
     }
 
 

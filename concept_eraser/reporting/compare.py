@@ -20,7 +20,7 @@ FILES = ("evaluation.json", "attack.json", "distance.json")
 def read(path: Path) -> tuple[Path, dict[str, Any]]:
     """Read an evaluation or an attack, from its file or its folder.
 
-    Raises UserError if it is neither.
+    Raises UserError if it is neither, or an evaluation on labelled data.
     """
     files = [path] if path.is_file() else [path / name for name in FILES if (path / name).is_file()]
     if not files:
@@ -29,6 +29,11 @@ def read(path: Path) -> tuple[Path, dict[str, Any]]:
             "`attack` on it first"
         )
     content = migrate_results(read_json(files[0]))
+    if "recipe" in content and isinstance(content.get("results"), dict):
+        raise UserError(
+            f"{files[0]} was measured on labelled data, without a protocol that `compare` and "
+            "`report` read; `concept-eraser evaluate` on its run prints the numbers"
+        )
     if "protocol" not in content or not {"results", "rates"} & content.keys():
         raise UserError(f"{files[0]} is neither an evaluation nor an attack: it names no protocol")
     rows = content.get("results", ())

@@ -14,7 +14,7 @@ from concept_eraser.models import loading, run_base
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.models.safeguards import Guard, safeguard_in
 from concept_eraser.reporting import html
-from concept_eraser.reporting.run_results import Entry, family_of, weights_of
+from concept_eraser.reporting.run_results import Entry, edited_prompts, family_of, weights_of
 from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
@@ -145,10 +145,7 @@ def of_group(content: dict[str, Any], name: str, limit: int = EXAMPLES) -> Galle
     # an early version did not record them
     recorded_hash = (content.get("prompt_hashes") or {}).get(name, rows.hash)
     if rows.hash != recorded_hash:
-        raise UserError(
-            f"the prompts of {name!r} ({group['prompts']}) have changed since they were "
-            "measured; evaluate it again"
-        )
+        raise edited_prompts(name, group["prompts"])
     seeds = generate.seeds_for(rows.prompts, provenance.derive_seed(protocol["seed"], name))
     pairs = list(zip(rows.prompts, seeds, strict=True))[:limit]
     examples = [

@@ -15,6 +15,7 @@ from concept_eraser.evaluation.statistics import Interval
 from concept_eraser.evaluation.suite import Suite, group_prompts
 from concept_eraser.models.safeguards import Guard, safeguard_in
 from concept_eraser.reporting import compare, html
+from concept_eraser.runs import suite_matching
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.commands import shell_command
 from concept_eraser.utils.errors import UserError
@@ -145,21 +146,24 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
+def suite_option(folder: Path) -> list[str]:
+    """Return the words that name a suite in a command on a run, see `suite_matching`."""
+    return suite_matching.suite_option(folder)
+
+
+def evaluation_command(folder: Path) -> str:
+    """Return the command that evaluates a run, with `--suite SUITE` where it needs one."""
+    return shell_command("evaluate", folder, *suite_option(folder))
+
+
 def read_evaluation(folder: Path) -> dict[str, Any]:
     """Read the evaluation.json of a folder.
 
     Raises UserError if there is none, or if it is about labelled data.
     """
     if not (folder / "evaluation.json").is_file():
-        raise UserError(
-            f"{folder} was not evaluated yet; run `{shell_command('evaluate', folder)}` first"
-        )
+        raise UserError(f"{folder} was not evaluated yet; run `{evaluation_command(folder)}` first")
     _, content = compare.read(folder / "evaluation.json")
-    if not isinstance(content.get("results"), list):
-        raise UserError(
-            f"{folder} was measured on labelled data, which has no report of images; "
-            f"its numbers: {shell_command('evaluate', folder)}"
-        )
     result_schema.require(content, result_schema.EVALUATION, folder / "evaluation.json")
     return content
 
@@ -336,17 +340,44 @@ def _is_same_model(recorded: str, model: str, *, by_name: bool, any_weights: boo
     )
 
 
+def require_same_prompts(content: Mapping[str, Any], suite: Suite) -> None:
+    """Check that the prompts of a suite are those of an evaluation by it.
+
+    Args:
+        content: The evaluation.json.
+        suite: The suite of its protocol, with any numbers of images.
+
+    Raises:
+        UserError: A prompt set has changed since.
+    """
+    if (name := next(_edited_groups(content, suite), None)) is not None:
+        raise edited_prompts(name, suite.groups[name].prompts)
+
+
+def edited_prompts(name: str, source: object) -> UserError:
+    """Return the error about the prompts of a group that have changed since an evaluation."""
+    place = f" ({source})" if isinstance(source, str) else ""
+    return UserError(
+        f"the prompts of {name!r}{place} have changed since they were measured; evaluate it again"
+    )
+
+
 def _has_other_prompts(content: Mapping[str, Any], suite: Suite) -> bool:
     """Whether an evaluation by this suite, with any n, was of other prompts: a file was edited."""
+    return next(_edited_groups(content, suite), None) is not None
+
+
+def _edited_groups(content: Mapping[str, Any], suite: Suite) -> Iterator[str]:
+    """Yield the groups of a suite that had other prompts in an evaluation by it, with any n."""
     hashes, groups = content.get("prompt_hashes"), content["protocol"]["groups"]
     if not isinstance(hashes, dict):
-        return False  # an early version did not record them
+        return  # an early version did not record them
     counted = {
         name: group.model_copy(update={"n": groups[name]["n"]})
         for name, group in suite.groups.items()
     }
     suite = suite.model_copy(update={"groups": counted})
-    return any(group_prompts(suite, name).hash != hashes.get(name) for name in counted)
+    yield from (name for name in counted if group_prompts(suite, name).hash != hashes.get(name))
 
 
 def _is_named(recorded: Any, name: str, guard: str | None) -> bool:

@@ -80,6 +80,7 @@ def measure(
     before: ModelSource | None = None,
     after: ModelSource | None = None,
     objects: Mapping[LabelledSet, LabelledData] | None = None,
+    allow_pickle: bool = False,
     allow_code: bool = False,
 ) -> LabelledEvaluation:
     """Measure a run on the examples of its forget set and retain set, and on test examples.
@@ -91,6 +92,7 @@ def measure(
         before: the model before the run, if it was in memory.
         after: the erased model, if it was in memory.
         objects: the data sets in memory by name ("forget", "retain", "test").
+        allow_pickle: also load weights stored as pickles, which can execute code.
         allow_code: call a model that the run's recipe names as package.module:function.
 
     Returns:
@@ -101,7 +103,8 @@ def measure(
     """
     recipe = recipes.load_run(run)
     objects_by_name: dict[str, Any] = dict((objects or {}).items())
-    erased_model = _after(run, recipe, after, allow_code)
+    permissions = {"allow_pickle": allow_pickle, "allow_code": allow_code}
+    erased_model = _after(run, recipe, after, **permissions)
     rows_by_objective = select_rows(
         recipe, {k: v for k, v in objects_by_name.items() if k != "test"}
     )
@@ -135,7 +138,10 @@ def measure(
     needed = [name for name in few if name != FORGOTTEN_TEST]
     obstacle = "" if recipe.target == "vae" else _membership_obstacle(data, other, test, few=needed)
     measurements: dict[str, dict[str, Any]] = {}
-    for when, model in (("before", _before(recipe, before, allow_code)), ("after", erased_model)):
+    for when, model in (
+        ("before", _before(recipe, before, **permissions)),
+        ("after", erased_model),
+    ):
         if model is None:
             continue
         onto_gpu(model)
@@ -209,24 +215,32 @@ def _better(name: str) -> Literal["lower", "higher"]:
     return "lower" if name == "forget" or name.endswith("forgotten classes") else "higher"
 
 
-def _before(recipe: recipes.Recipe, model: ModelSource | None, allow_code: bool) -> Loaded | None:
+def _before(
+    recipe: recipes.Recipe, model: ModelSource | None, *, allow_pickle: bool, allow_code: bool
+) -> Loaded | None:
     """Return the original model.
 
     Returns None if the recipe names an object that was in memory and the caller passes none.
     """
     if model is not None:
-        return load_part(model, recipe.target, allow_code=True)  # the caller has named it
+        # the caller has named it
+        return load_part(model, recipe.target, allow_pickle=allow_pickle, allow_code=True)
     if recipe.model.endswith("in memory") or recipe.model.startswith("a fresh "):
         return None
-    return load_part(recipe.model, recipe.target, allow_code=allow_code)
+    return load_part(recipe.model, recipe.target, allow_pickle=allow_pickle, allow_code=allow_code)
 
 
 def _after(
-    run: Path, recipe: recipes.Recipe, model: ModelSource | None, allow_code: bool
+    run: Path,
+    recipe: recipes.Recipe,
+    model: ModelSource | None,
+    *,
+    allow_pickle: bool,
+    allow_code: bool,
 ) -> Loaded:
     """Return the erased model: the caller's, the saved one, or the one of the recipe's function."""
     if model is not None:
-        return load_part(model, recipe.target, allow_code=True)
+        return load_part(model, recipe.target, allow_pickle=allow_pickle, allow_code=True)
     if names_code(recipe.model):
         original = load_part(recipe.model, recipe.target, allow_code=allow_code)
         file = run / resources.whole_model(original.family) / WEIGHTS
@@ -235,7 +249,7 @@ def _after(
         next(iter(original.parts.values())).load_state_dict(tensors)
         return original
     try:
-        return load_part(str(run), recipe.target)
+        return load_part(str(run), recipe.target, allow_pickle=allow_pickle)
     except UserError as error:
         raise UserError(f"{error}. In Python: evaluate(run, after=<the erased model>)") from None
 

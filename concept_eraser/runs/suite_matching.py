@@ -160,3 +160,17 @@ def suite_of(model: Any) -> str:
             "with --suite (`concept-eraser list suites`, or a file of your own)"
         )
     return "tiny_star"
+
+
+def suite_option(model: Any) -> list[str]:
+    """Return the words `--suite SUITE` for a command on a model without a suite, else none.
+
+    A run on labelled data needs no suite.
+    """
+    try:
+        recipe = recipe_of(model)
+        if recipe is None or recipe.target in recipes.PROMPTED:
+            suite_of(model)
+    except UserError:
+        return ["--suite", "SUITE"]
+    return []

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
 import concept_eraser
+from concept_eraser import api
+from concept_eraser.cli import concept_result
+from concept_eraser.cli.main import app
+from concept_eraser.exporting import eval_results
+from concept_eraser.reporting import run_results
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.errors import UserError
+from tests.conftest import short
 
 Cli = Callable[..., CompletedProcess[str]]
 SHORT = ["training.steps=2", "training.batch_size=2", "forget.n=4", "retain.n=4"]
@@ -37,10 +48,11 @@ def test_one_line_erases_evaluates_and_says_where_everything_is(cli: Cli, tmp_pa
     assert [group["n"] for group in groups.values()] == [8] * 4
 
     # an attack is in the page that `report` writes again, with the images that need no model
-    process = cli("attack", "runs/star", "-a", "random_tokens", "--set", "tries=1", "-n", "2", "-q")
+    attack = ["attack", "runs/star", "-a", "random_tokens", "--set", "tries=1", "-n", "2"]
+    process = cli(*attack, "-q", "--allow-pickle")
     assert process.returncode == 0, process.stderr
-    assert "images:  concept-eraser report runs/star" in process.stdout
-    process = cli("report", "runs/star", "-q")
+    assert "report:  concept-eraser report runs/star --allow-pickle\n" in process.stdout
+    process = cli("report", "runs/star", "--allow-pickle", "-q")
     assert process.returncode == 0, process.stderr
     assert "random_tokens" in (folder / "report.html").read_text()
 
@@ -108,6 +120,69 @@ def test_printed_commands_can_be_pasted(cli: Cli, tmp_path: Path) -> None:
         ]
     process = cli(*by_verb["evaluate"][1:], "-q")
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "has_gate", "verbs"),
+    [
+        ("sd", False, ["attack", "export", "push"]),
+        ("pixart", False, ["attack", "push"]),
+        ("sd", True, ["attack"]),
+    ],
+)
+def test_no_printed_command_refuses_the_run(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    family: str,
+    has_gate: bool,
+    verbs: list[str],
+) -> None:
+    """A gate has no other format, and some families have no single file."""
+    recipe = SimpleNamespace(method=SimpleNamespace(adds_gate=has_gate))
+    run = SimpleNamespace(folder=tmp_path, recipe=recipe, model=SimpleNamespace(family=family))
+    concept_result.show(run, measure=True, quiet=True)
+    files, commands = capsys.readouterr().out.split("next:")
+    assert re.findall(r"concept-eraser (\w+)", commands) == verbs
+    assert ("export" in files) is not has_gate
+    assert (f"gate:     {tmp_path}/weights.safetensors" in files) is has_gate
+
+
+def test_the_file_for_other_programs_has_the_permissions_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    permissions: list[bool] = []
+
+    def export(*_: Any, allow_pickle: bool) -> Any:
+        permissions.append(allow_pickle)
+        return SimpleNamespace(ignored=[])
+
+    monkeypatch.setattr(api, "export", export)
+    (tmp_path / "lora").mkdir()
+    recipe = SimpleNamespace(method=SimpleNamespace(adds_gate=False))
+    run = SimpleNamespace(folder=tmp_path, recipe=recipe, model=SimpleNamespace(family="sd"))
+    for is_given in (False, True):
+        concept_result.show(run, measure=False, quiet=True, allow_pickle=is_given)
+    assert permissions == [False, True]
+
+
+def test_a_run_without_a_suite_is_evaluated_by_one_that_the_user_names(tmp_path: Path) -> None:
+    """The next step, the card and the errors name --suite, which such a run needs."""
+    file, recipe = tmp_path / "my_forget.txt", tmp_path / "own.yaml"
+    file.write_text("a green star\n")
+    run = tmp_path / "own"
+    settings: dict[str, Any] = {"training__steps": 1, "forget__anchor": "a circle"}
+    recipe.write_text(yaml.safe_dump(short(forget__prompts=str(file), **settings)))
+    result = CliRunner().invoke(app, ["erase", str(recipe), "-o", str(run), "-q"])
+    assert result.exit_code == 0, result.output
+    command = f"concept-eraser evaluate {run} --suite SUITE"
+    assert f"next: {command}    (" in result.output
+    assert "evaluate runs/own --suite SUITE\n" in concept_eraser.card(run)
+    permitted = concept_eraser.card(run, allow_pickle=True)
+    assert "evaluate runs/own --suite SUITE --allow-pickle\n" in permitted
+    for read in (run_results.read_evaluation, lambda run: eval_results.model_files(run, "me/x")):
+        with pytest.raises(UserError, match=re.escape(f"`{command}` first")):
+            read(run)
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) -> None:

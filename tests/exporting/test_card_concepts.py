@@ -261,6 +261,17 @@ def test_the_numbers_in_the_form_of_the_hub(
         assert place in contents
 
 
+def test_no_number_is_written_if_the_card_is_not(
+    evaluated_run: tuple[Path, str], tmp_path: Path
+) -> None:
+    numbers, card = tmp_path / "numbers", tmp_path / "README.md"
+    card.write_text("mine\n")
+    options = ["--benchmark", "me/erasure", "--results", str(numbers), "-o", str(card)]
+    result = CliRunner().invoke(app, ["card", str(evaluated_run[0]), *options])
+    assert "exists already; give another --output" in str(result.exception)
+    assert not numbers.exists()
+
+
 def test_numbers_in_the_form_of_the_hub_need_a_benchmark_and_a_measurement(
     run: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ diffusers.
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,9 @@ def test_the_verb_writes_a_folder_that_says_what_it_is(
         ["merge", str(runs["star"]), str(runs["moon"]), "--weights", "1,0.5", "-o", str(folder)],
     )
     assert result.exit_code == 0, result.output
-    assert "evaluate" in result.output
+    command = shlex.split(result.output.split("next: ")[1].split("    (")[0])
+    suite = ["--suite", "SUITE", "--output", f"{folder}-SUITE"]  # one folder for each suite
+    assert command[1:] == ["evaluate", str(folder), "--before", str(tiny_fp32), *suite]
     note = json.loads((folder / merge.NOTE).read_text())
     assert note["sources"] == [str(runs["star"]), str(runs["moon"])]
     assert note["weights"] == [1.0, 0.5]

@@ -332,6 +332,28 @@ def test_the_card_repeats_the_evaluation_against_a_control(evaluated_run: Path) 
         concept_eraser.card(evaluated_run, control="tiny-sd-without-heart")
 
 
+def test_edited_prompts_are_not_measured_beside_the_stored_numbers(
+    bare: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "green.txt"
+    file.write_text("a green star\n")
+    suite = {
+        "concept": {"shape": "star"},
+        "sampling": {"steps": 1},
+        "groups": {"direct": {"prompts": str(file), "role": "forget", "n": 2}},
+        "metrics": ["concept_rate"],
+    }
+    concept_eraser.evaluate(bare, suite, output=bare)
+    page = concept_eraser.report(bare)
+    page.unlink()
+    file.write_text("a red star\n")
+    with pytest.raises(UserError, match=r"'direct' .*green\.txt.* have changed since"):
+        concept_eraser.report(bare)
+    assert not page.exists()
+    with pytest.raises(UserError, match=r"'direct' .* have changed since .*; evaluate"):
+        concept_eraser.card(bare, control="tiny-sd-without-star")
+
+
 def test_a_run_on_labelled_data(tmp_path: Path) -> None:
     run = tmp_path / "class"
     run.mkdir()

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from concept_eraser.cli.main import app
-from concept_eraser.reporting import compare
+from concept_eraser.reporting import compare, run_results
+from concept_eraser.runs.labelled_measurement import LabelledEvaluation
 from concept_eraser.utils.errors import UserError
 
 
@@ -87,6 +88,14 @@ def test_files_that_are_no_measurements(tmp_path: Path) -> None:
     (tmp_path / "attack.json").write_text("{}")
     with pytest.raises(UserError, match="names no protocol"):
         compare.read(tmp_path)
+
+
+def test_an_evaluation_on_labelled_data_is_named_as_such(tmp_path: Path) -> None:
+    content = LabelledEvaluation([], {}, "0a1b", "classifier", {"after": {}}, [])
+    content.save(tmp_path / "evaluation.json")
+    for read in (compare.read, run_results.read_evaluation):
+        with pytest.raises(UserError, match=r"on labelled data.* evaluate` on its run prints"):
+            read(tmp_path)
 
 
 def test_attacks_are_compared_too(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ which stay, and the errors.
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from typer.testing import CliRunner
 
 from concept_eraser import api, registry
+from concept_eraser.cli.main import app
 from concept_eraser.data.labelled import Labelled, from_arrays
 from concept_eraser.erasers import classifier
 from concept_eraser.models.loading import load_part
 from concept_eraser.models.module import build
 from concept_eraser.training import saliency
 from concept_eraser.utils.errors import Interrupted, UserError
+from tests import small_model
 
 METHODS = ["munba", "weighted", "surgery", "ngdiff", "uno", "minmax_ngd", "torchjd"]
 SHORT: dict[str, Any] = {"steps": 3, "batch_size": 8, "lr": 1e-3, "device": "cpu"}
@@ -176,6 +180,29 @@ def test_the_pipelines_own_vae(tiny, tmp_path: Path) -> None:
     )
     assert (run.folder / "pipeline" / "vae" / "config.json").is_file()
     assert all(torch.equal(v, others[k]) for k, v in tiny.denoiser.state_dict().items())
+
+
+def test_a_pickled_vae_is_measured_only_when_allowed(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(small_model.small_sd(), model)
+    (weights,) = (model / "vae").glob("*.safetensors")
+    torch.save(load_file(weights), model / "vae" / "diffusion_pytorch_model.bin")
+    weights.unlink()
+    painted = {"data": "painted", "options": {"n": 40}, "classes": ["star"], "loss": "anchor"}
+    api.erase(
+        model=str(model),
+        target="vae",
+        forget={**painted, "kl": 1e-6},
+        retain={"data": "rest", "loss": "distill"},
+        training={**SHORT, "steps": 1, "batch_size": 2},
+        output=tmp_path / "run",
+        allow_pickle=True,
+    )
+    words = ["evaluate", str(tmp_path / "run"), "-o", str(tmp_path / "numbers"), "-q"]
+    assert "--allow-pickle" in str(CliRunner().invoke(app, words).exception)
+    result = CliRunner().invoke(app, [*words, "--allow-pickle"])
+    assert result.exit_code == 0, result.output
+    assert "PSNR" in result.output
 
 
 def test_a_text_encoder_is_a_drop_in(tmp_path: Path, shared_tiny) -> None:

@@ -29,7 +29,7 @@ written, and compared with the base.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,23 @@ def parts_in(names: Iterable[str]) -> set[str]:
     }
 
 
+def _layouts() -> dict[str, Callable[[Mapping[str, Any]], Iterator[Place]]]:
+    """Return the tables of places by family."""
+    return {"sd": _sd, "sdxl": _sdxl, "sd3": _sd3, "flux": _flux}
+
+
+def has_layout(family: str) -> bool:
+    """Whether the models of a family can be written as one file."""
+    return family in _layouts()
+
+
 def places(model: Model) -> list[Place]:
     """Return every tensor's place in the file of a model's family.
 
     Raises UserError for a pipeline with parts that the original code does not have.
     """
     entries: list[Place] = []
-    layout = {"sd": _sd, "sdxl": _sdxl, "sd3": _sd3, "flux": _flux}.get(model.family)
+    layout = _layouts().get(model.family)
     if layout is None:
         raise UserError(
             f"{model.source}: there is no layout of single files for the family "
