@@ -102,17 +102,14 @@ class Denoiser(Part):
         self.round = 0  # of a search for attacks
         # of the objectives that hold the weights elastically
         self.fisher: dict[str, list[Tensor]] = {}
+        require_supported(model, objectives, is_start_token_trained=is_start_token_trained)
         if "attack" in objectives:
-            one = objectives["attack"].examples.null.tensors.get(EMBEDDING)
-            if one is None:
-                raise model.lacks("an adversary on the text's embedding")
+            one = objectives["attack"].examples.null.tensors[EMBEDDING]
             kept = (2 if attack.both_branches else max(1, attack.kept), *one.shape[1:])
             self.delta = nn.Parameter(torch.zeros(kept, dtype=torch.float32, device=model.device))
         self.log_z: dict[str, nn.Parameter] = {}
         for name, objective in objectives.items():
             if objective.loss == "balance":
-                first = torch.zeros(1, dtype=torch.long)
-                model.ancestral(first + 1, first)  # some families have no such step
                 value = torch.tensor(objective.settings.trajectory.log_z, dtype=torch.float32)
                 self.log_z[name] = nn.Parameter(send(value, model.device))
             if objective.examples.latents is None and find(LOSSES, objective.loss).needs_images:
@@ -126,11 +123,8 @@ class Denoiser(Part):
                     f"{name}: the loss 'slider' needs a mixture, the prompts and factors of its "
                     "target"
                 )
-            if objective.loss == "resteer":
-                _require_attention(model, f"{name}: the loss 'resteer'")
         self._hooks: list[RemovableHandle] = []
         if not is_start_token_trained:
-            _require_attention(model, "trainable.start_token: frozen")
             self._hooks = model.detach_start_token()
 
     def restore(self) -> None:
@@ -478,6 +472,33 @@ def steps_within(bounds: tuple[int, int], timesteps: int, *, steps: int) -> rang
     first, end = ((timesteps - bound) * steps // timesteps for bound in reversed(bounds))
     first = max(first, 0)
     return range(first, max(first + 1, min(end, steps)))
+
+
+def require_supported(
+    model: Model,
+    objectives: Mapping[str, DenoiserObjective],
+    *,
+    is_start_token_trained: bool = True,
+) -> None:
+    """Raise UserError if the model lacks what an objective or the start token needs.
+
+    It reads no images, so it can be called before they are made.
+
+    Args:
+        model: The text-to-image model, whose denoiser is trained.
+        objectives: The objectives by name. Their examples need no latents.
+        is_start_token_trained: See `Denoiser`.
+    """
+    if "attack" in objectives and EMBEDDING not in objectives["attack"].examples.null.tensors:
+        raise model.lacks("an adversary on the text's embedding")
+    for name, objective in objectives.items():
+        if objective.loss == "balance":
+            first = torch.zeros(1, dtype=torch.long)
+            model.ancestral(first + 1, first)  # some families have no such step
+        if objective.loss == "resteer":
+            _require_attention(model, f"{name}: the loss 'resteer'")
+    if not is_start_token_trained:
+        _require_attention(model, "trainable.start_token: frozen")
 
 
 def _require_attention(model: Model, what: str) -> None:

@@ -91,24 +91,14 @@ class TextEncoder(Part):
             self.delta = nn.Parameter(
                 offset[:, : attack.tokens].clone() if attack.tokens else offset
             )
-            for name in ("forget", "attack") if attack.tokens else ():
-                self._require_room(name, objectives[name].tokens)
+            prompts = {name: objective.tokens for name, objective in objectives.items()}
+            require_room(model, attack, prompts)
         for name, objective in objectives.items():
             if find(LOSSES, objective.loss).needs_images and objective.latents is None:
                 raise UserError(
                     f"{name}: the loss {objective.loss!r} goes through the denoiser and "
                     "needs images; losses on the embeddings need none: anchor, distill"
                 )
-
-    def _require_room(self, name: str, tokens: Condition) -> None:
-        """Raise UserError if an objective's prompts leave no room for learned tokens."""
-        ids, end = tokens.tensors["ids"], self.model.words.end
-        longest = int((ids == end).int().argmax(1).max()) + 1
-        if longest + self.attack.tokens > ids.shape[1]:
-            raise UserError(
-                f"attack.tokens: {self.attack.tokens} do not fit before the prompts of {name}: the "
-                f"longest has {longest} of {ids.shape[1]} tokens; use fewer or shorter prompts"
-            )
 
     def turn(self, step: int | None) -> dict[str, str]:
         """Begin a step. Learned tokens start from the embeddings of random ones at every step."""
@@ -205,3 +195,21 @@ class TextEncoder(Part):
         return self.under_attack(
             objective_name, draw, objective, lambda d: loss.compute(self, d, settings)
         )
+
+
+def require_room(model: Model, attack: AttackTerms, prompts: Mapping[str, Condition]) -> None:
+    """Raise UserError if attacked prompts leave no room for the learned tokens of an attack.
+
+    Args:
+        model: The text-to-image model, whose text encoder is trained.
+        attack: How the adversary enters the losses.
+        prompts: The tokens of the prompts of each objective.
+    """
+    for name in ("forget", "attack") if attack.tokens else ():
+        ids, end = prompts[name].tensors["ids"], model.words.end
+        longest = int((ids == end).int().argmax(1).max()) + 1
+        if longest + attack.tokens > ids.shape[1]:
+            raise UserError(
+                f"attack.tokens: {attack.tokens} do not fit before the prompts of {name}: the "
+                f"longest has {longest} of {ids.shape[1]} tokens; use fewer or shorter prompts"
+            )

@@ -255,6 +255,16 @@ class Adapter:
             layer.lora_B[_NAME].weight.mul_(-scale)
 
     @torch.no_grad()
+    def sums(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights that `merge` would give, by name and one at a time.
+
+        The module does not change.
+        """
+        change = self.factors("")
+        for name, weight in self.base().items():
+            yield name, weight + change.change(name.removesuffix(".weight")).to(weight)
+
+    @torch.no_grad()
     def merge(self) -> dict[str, Tensor]:
         """Restore the module's own layers with the change added.
 

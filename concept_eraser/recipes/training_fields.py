@@ -158,7 +158,8 @@ class TrainingSpec(Strict):
         ),
     )
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="bf16: autocast; weights stay in fp32"
+        "fp32",
+        description="bf16: autocast of the losses, not of data-free sampling; weights stay in fp32",
     )
     one_pass: Literal["auto", "on", "off"] = Field(
         "off",

@@ -27,6 +27,7 @@ from concept_eraser.models import lora_files, run_base
 from concept_eraser.models.base import Loaded, Model, require_finite
 from concept_eraser.models.run_base import RunBase
 from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.objective_fields import PROMPTED
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
 from concept_eraser.recipes.training_fields import ASIDE, MEMORY
@@ -43,7 +44,7 @@ from concept_eraser.storage.writers import (
 from concept_eraser.targets import cross_attention_edit, labelled_data
 from concept_eraser.targets.build import build_eraser, edit_model
 from concept_eraser.targets.context import Context, describe_prompts
-from concept_eraser.training import checkpoint
+from concept_eraser.training import checkpoint, projection
 from concept_eraser.training.distributed import fsdp
 from concept_eraser.training.distributed.sharding import refuse_wrappers
 from concept_eraser.training.engine import Engine, Schedule, optimizer_class
@@ -417,6 +418,8 @@ class Job:
             cross_attention_edit.require_finishable(self.context)
         if training.shard == "weights":
             fsdp.require()
+        self._require_projectable()
+        watch = self.watch() or self.on_step
         placement = self.placement()
         fields = {
             k: v for k, v in training.model_dump().items() if k not in ("device", *MEMORY, *ASIDE)
@@ -437,7 +440,7 @@ class Job:
                     folder=self.folder,
                     accelerator=accelerator,
                     progress=self.progress,
-                    watch=self.watch() or self.on_step,
+                    watch=watch,
                     saliency=self.recipe.trainable.saliency,
                     project=self.recipe.trainable.project,
                     reinitialise=self.recipe.trainable.reinitialise,
@@ -508,6 +511,18 @@ class Job:
         names = [name for name, _ in self.model.parts["denoiser"].named_parameters()]
         return select(names, self.recipe.trainable.select)
 
+    def _require_projectable(self) -> None:
+        """Raise UserError if trainable.project leaves nothing of a pipeline's part to train.
+
+        A LoRA has linear layers and convolutions only.
+        """
+        trainable = self.recipe.trainable
+        if trainable.project is None or trainable.lora or self.recipe.target not in PROMPTED:
+            return
+        part = self.model.part(self.recipe.target)
+        names = [name for name, _ in part.named_parameters()]
+        projection.layers_of(part, select(names, trainable.select))
+
     def watch(self) -> Watch | None:
         watch = self.recipe.watch
         if watch is None or not isinstance(self.model, Model):
@@ -560,23 +575,12 @@ class Job:
         )
         adapter, trained_parameters = outcome.eraser.adapter, outcome.eraser.trainable()
         factors = adapter.factors(self.recipe.target) if adapter else None
+        self._require_finite(outcome.eraser)
         changed_tensors = {
             name: value.detach().cpu().contiguous()
             for name, value in outcome.eraser.finish().items()
         }
         counted_tensors = trained_parameters if adapter else changed_tensors
-        try:
-            require_finite(
-                changed_tensors,
-                "the erased weights",
-                (
-                    f"lower training.lr (now {self.recipe.training.lr:g}) or the method's "
-                    "own weights, and start over with --overwrite"
-                ),
-            )
-        except UserError:
-            outcome.eraser.restore()
-            raise
         summary = {
             "recipe": self.recipe.fingerprint,
             "seconds": round(outcome.seconds, 2),
@@ -590,6 +594,24 @@ class Job:
             self._write_all(describe, changed_tensors, factors, summary)
         distributed.wait()
         return summary
+
+    def _require_finite(self, eraser: Eraser) -> None:
+        """Raise UserError if an erased weight is not finite. The model is then the original.
+
+        A LoRA is checked before it is merged, since nothing undoes that.
+        """
+        adapter = eraser.adapter
+        weights = adapter.sums() if adapter else {**eraser.trainable(), **eraser.buffers()}.items()
+        advice = (
+            f"lower training.lr (now {self.recipe.training.lr:g}) or the method's own weights, and "
+            "start over with --overwrite"
+        )
+        try:
+            for name, value in weights:
+                require_finite({name: value}, "the erased weights", advice)
+        except UserError:
+            eraser.restore()
+            raise
 
     def _rounding(
         self, eraser: Any, changed_tensors: dict[str, Tensor], factors: Any

@@ -81,6 +81,8 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "ch
                 eraser, heaviest, recipe, params, twice=vectors is not None and vectors.is_exact
             )
         shapes = [tuple(p.shape) for p in params]
+        trained_bytes = sum(p.numel() * p.element_size() for p in eraser.trainable().values())
+        elastic = sum(spec.elastic is not None for spec in recipe.objective_specs.values())
     parameters = memory.Trained(
         shapes,
         objectives=len(recipe.objectives),
@@ -96,6 +98,7 @@ def estimate(recipe: Recipe, model: Model, *, gpu: bool = True, saved: str = "ch
         **there,
         "their values before": parameters.bytes,
         "the optimiser's state": parameters.state(),
+        **({"the elastic weights": elastic * trained_bytes} if elastic else {}),
         "the average of the weights": parameters.bytes if parameters.ema else 0,
     }
     is_moved = training.offload or training.frozen == "bf16"  # see Placement.undo

@@ -18,6 +18,7 @@ from concept_eraser.models.base import Loaded, Model
 from concept_eraser.recipes.objective_fields import ObjectiveSpec, role
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
+from concept_eraser.targets.adapter import lora_layers
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
 
@@ -95,14 +96,17 @@ def resolve(context: Context) -> PromptContext:
     """Resolve a context with target denoiser or text_encoder.
 
     Raises:
-        UserError: The model has no such part, the selection matches no tensor, a prompt set cannot
-        be read, or a prompt is both forgotten and retained.
+        UserError: The model has no such part, the selection matches no tensor, its layers cannot
+        have the recipe's LoRA, a prompt set cannot be read, or a prompt is both forgotten and
+        retained.
     """
     recipe, model = context.recipe, require_pipeline(context)
     if recipe.target == "text_encoder" and not model.has_clip_words:
         raise model.lacks("the target 'text_encoder'")
     part = model.parts[recipe.target]
     selected_names = select([name for name, _ in part.named_parameters()], recipe.trainable.select)
+    if recipe.trainable.lora is not None:
+        lora_layers(recipe.trainable.lora, part, selected_names)
     objectives = dict(recipe.objective_specs)
     if recipe.attack is not None:  # the adversary regenerates the images of the forgotten prompts
         concept = recipe.forgotten[0].prompts

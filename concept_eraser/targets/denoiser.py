@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concept_eraser.erasers.denoiser import Denoiser
+from concept_eraser.erasers.denoiser import Denoiser, require_supported
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.targets.adapter import new_adapter
 from concept_eraser.targets.context import Context, resolve
 from concept_eraser.targets.encode import encode_prompts
 from concept_eraser.targets.latents import make_latents
-from concept_eraser.targets.objectives import attack_terms, denoiser_objectives
+from concept_eraser.targets.objectives import attack_terms, denoiser_objectives, with_latents
 from concept_eraser.targets.plan import plan_objectives
 from concept_eraser.training.placement import needed
 from concept_eraser.utils.provenance import derive_seed
@@ -23,9 +23,13 @@ def build(context: Context) -> Denoiser:
     prompt_context = resolve(context)
     plan = plan_objectives(prompt_context)
     examples, embeddings = encode_prompts(prompt_context, plan)
-    latents = make_latents(prompt_context, plan, embeddings)
-    objectives = denoiser_objectives(prompt_context, examples, latents)
+    objectives = denoiser_objectives(prompt_context, examples)
     recipe, selected_names = prompt_context.recipe, prompt_context.selected_names
+    is_start_token_trained = recipe.trainable.start_token is None
+    require_supported(
+        prompt_context.model, objectives, is_start_token_trained=is_start_token_trained
+    )
+    objectives = with_latents(objectives, make_latents(prompt_context, plan, embeddings))
     prompt_context.bring(needed("denoiser", histogram=recipe.histogram is not None))
     # last: the original model makes the images, and the cache's key has its weights
     with new_adapter(recipe, prompt_context.part, selected_names) as adapter:
@@ -36,8 +40,11 @@ def build(context: Context) -> Denoiser:
             adapter=adapter,
             rotate=recipe.concepts == "rotate",
             attack=attack_terms(recipe),
-            is_start_token_trained=recipe.trainable.start_token is None,
+            is_start_token_trained=is_start_token_trained,
         )
+        # `hold` has passes too; `Placement.undo` ends the checkpointing
+        if recipe.training.checkpointing:
+            prompt_context.model.checkpoint(True)
         eraser.hold(_elastic_seeds(recipe))
     return eraser
 

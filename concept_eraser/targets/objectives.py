@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from concept_eraser import registry
@@ -15,6 +16,7 @@ from concept_eraser.erasers.denoiser import DenoiserObjective
 from concept_eraser.erasers.text_encoder import TextEncoderObjective
 from concept_eraser.losses import LossSettings
 from concept_eraser.losses.base import TrajectoryTerms
+from concept_eraser.models.base import Model
 from concept_eraser.recipes.objective_fields import HistogramSpec, ObjectiveSpec
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.targets.context import PromptContext
@@ -22,23 +24,45 @@ from concept_eraser.targets.encode import TokenizedPrompts
 
 
 def denoiser_objectives(
-    context: PromptContext,
-    examples: Mapping[str, Examples],
-    latents: Mapping[str, Tensor | None],
+    context: PromptContext, examples: Mapping[str, Examples]
 ) -> dict[str, DenoiserObjective]:
-    """Return the objectives of a denoiser, also the adversary's and the histogram's."""
+    """Return the objectives of a denoiser, also the adversary's and the histogram's.
+
+    Their examples have no latents yet, see `with_latents`.
+
+    Raises:
+        UserError: The judge of the histogram cannot be built, or cannot judge the concept.
+    """
     recipe = context.recipe
     ready = {
-        name: denoiser_objective(spec, replace(examples[name], latents=latents[name]))
-        for name, spec in context.objectives.items()
+        name: denoiser_objective(spec, examples[name]) for name, spec in context.objectives.items()
     }
     if recipe.histogram is not None:
         ready["histogram"] = _histogram_objective(
             recipe.histogram, ready["forget"], judge=context.judge
         )
+        _require_judge(context.model, ready["histogram"])
     if recipe.attack is not None:
         ready["attack"] = replace(ready["attack"], decay=recipe.attack.decay)
     return {name: ready[name] for name in recipe.all_objectives}
+
+
+def with_latents(
+    objectives: Mapping[str, DenoiserObjective], latents: Mapping[str, Tensor | None]
+) -> dict[str, DenoiserObjective]:
+    """Return the objectives of a denoiser with the latents of their examples.
+
+    The histogram objective has those of the forget set.
+    """
+    return {
+        name: replace(
+            objective,
+            examples=replace(
+                objective.examples, latents=latents["forget" if name == "histogram" else name]
+            ),
+        )
+        for name, objective in objectives.items()
+    }
 
 
 def text_encoder_objectives(
@@ -129,3 +153,11 @@ def _histogram_objective(
         timesteps=spec.timesteps,
         settings=settings,
     )
+
+
+@torch.enable_grad()
+def _require_judge(model: Model, histogram: DenoiserObjective) -> None:
+    """Raise the error of a judge that cannot give the concept's probability, on a blank image."""
+    width = model.image_width()
+    if histogram.settings.shows is not None:
+        histogram.settings.shows(torch.zeros(1, 3, width, width, device=model.device))

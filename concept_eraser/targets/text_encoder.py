@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concept_eraser.erasers.text_encoder import TextEncoder
+from concept_eraser.erasers.text_encoder import TextEncoder, require_room
 from concept_eraser.targets.adapter import new_adapter
 from concept_eraser.targets.context import Context, resolve
 from concept_eraser.targets.encode import tokenize_prompts
@@ -21,6 +21,11 @@ def build(context: Context) -> TextEncoder:
     prompt_context = resolve(context)
     plan = plan_objectives(prompt_context)
     tokens, embeddings = tokenize_prompts(prompt_context, plan)
+    require_room(
+        prompt_context.model,
+        attack_terms(prompt_context.recipe),
+        {name: some.tokens for name, some in tokens.items()},
+    )
     latents = make_latents(prompt_context, plan, embeddings)
     objectives = text_encoder_objectives(prompt_context, tokens, latents)
     recipe, selected_names = prompt_context.recipe, prompt_context.selected_names

@@ -434,8 +434,10 @@ class Engine:
         return sharding.mean(values) if self.accelerator.num_processes > 1 else values
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """Use bf16 in the forward pass.
+        """Use bf16 in the forward pass of the losses.
 
+        The draws are in fp32, also those that data-free training samples, unless the frozen weights
+        are in bf16.
         Weights, gradients and inner products stay in fp32 or better.
         """
         return torch.autocast(

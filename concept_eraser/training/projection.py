@@ -27,7 +27,7 @@ Differences from the code:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,16 +64,9 @@ def bases(
             is divided.
 
     Raises:
-        UserError: No trained parameter is the weight of a layer that can be projected.
+        UserError: As `layers_of`.
     """
-    layers = {
-        name: layer for name in params if (layer := layer_of(eraser.module, name)) is not None
-    }
-    if not layers:
-        raise UserError(
-            "trainable.project: no trained parameter is the weight of a linear layer or of a "
-            "convolution without groups, so nothing would be trained; select such weights"
-        )
+    layers = layers_of(eraser.module, params)
     moments: dict[str, Tensor] = {}
 
     def hook(name: str) -> Any:
@@ -97,6 +90,25 @@ def bases(
         leading(moments[name], share).to(parameter) if name in moments else None
         for name, parameter in params.items()
     ]
+
+
+def layers_of(module: nn.Module, names: Iterable[str]) -> dict[str, nn.Linear | nn.Conv2d]:
+    """Return the layers whose weights are projected, by the names of these parameters.
+
+    Args:
+        module: The module that is trained.
+        names: The names of its trained parameters.
+
+    Raises:
+        UserError: No trained parameter is the weight of a layer that can be projected.
+    """
+    layers = {name: layer for name in names if (layer := layer_of(module, name)) is not None}
+    if not layers:
+        raise UserError(
+            "trainable.project: no trained parameter is the weight of a linear layer or of a "
+            "convolution without groups, so nothing would be trained; select such weights"
+        )
+    return layers
 
 
 def layer_of(module: nn.Module, name: str) -> nn.Linear | nn.Conv2d | None:

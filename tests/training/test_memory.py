@@ -340,6 +340,17 @@ def test_the_estimate_of_writing_counts_the_part_in_its_checkpoints_precision(ti
     assert not memory_estimate.estimate(job, tiny, saved="changed").writing
 
 
+def test_the_estimate_counts_the_elastic_weights(tiny: Any) -> None:
+    plain, elastic = (
+        memory_estimate.estimate(recipe.load(short(**changes)), tiny, gpu=False)
+        for changes in ({}, {"retain__elastic": {"weight": 1.0, "n": 2}})
+    )
+    names = [name for name, _ in tiny.denoiser.named_parameters() if ".attn2." in name]
+    trained = sum(tiny.denoiser.get_parameter(name).numel() * 4 for name in names)
+    assert elastic.always["the elastic weights"] == trained
+    assert sum(elastic.always.values()) == sum(plain.always.values()) + trained
+
+
 def test_the_estimate_names_the_whole_model_where_the_training_holds_less(tiny: Any) -> None:
     """A model is loaded in fp32, and is in fp32 again at the end."""
     bf16 = {
