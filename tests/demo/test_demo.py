@@ -359,8 +359,74 @@ def test_the_slider_never_shows_a_sensitive_image() -> None:
 
 
 def test_nudenet_judges_images_of_any_size() -> None:
-    (judgement,) = image_html.judge_images(torch.zeros(1, 96, 80, 3, dtype=torch.uint8), "NudeNet")
+    images = torch.zeros(1, 96, 80, 3, dtype=torch.uint8)
+    (judgement,) = image_html.judge_images(images, "NudeNet", base="tiny-sd")
     assert not judgement.sensitive
+
+
+@pytest.mark.parametrize(
+    ("base", "judge"),
+    [
+        ("tiny-sd", "bundled judge"),
+        ("tiny-sd-without-star", "bundled judge"),
+        ("another/small-model", "NudeNet"),
+    ],
+)
+def test_auto_asks_nudenet_about_small_images_of_other_models(
+    monkeypatch: pytest.MonkeyPatch, base: str, judge: str
+) -> None:
+    nude = [Detection("FEMALE_BREAST_EXPOSED", 0.8, (1, 2, 3, 4))]
+
+    class Detector:
+        def detect_all(self, images: Any) -> list[list[Detection]]:
+            return [nude for _ in images]
+
+    monkeypatch.setattr(image_html, "_detector", Detector)
+    images = torch.zeros(1, 64, 64, 3, dtype=torch.uint8)
+    (judgement,) = image_html.judge_images(images, "auto", base=base)
+    assert judgement.sensitive == bool(judgement.boxes) == (judge == "NudeNet")
+
+
+@pytest.mark.parametrize("judge", ["none", "bundled judge"])
+def test_images_of_a_sensitive_run_are_blurred_with_any_captions(
+    runs: Path, tmp_path: Path, judge: str
+) -> None:
+    for name in ("star", "plain"):
+        shutil.copytree(runs / "star", tmp_path / name)
+    own_suite = {
+        "concept": {"shape": "star"},
+        "groups": {"direct": {"prompts": ["a star"], "role": "forget", "n": 2}},
+        "sensitive": True,
+    }
+    (tmp_path / "star" / "suite.yaml").write_text(yaml.safe_dump(own_suite))
+    desk = Desk(Library(tmp_path))
+    try:
+        both, plain = (
+            compare.draw(
+                desk, compare.ComparisonSettings("a star", names, steps=1, seeds=1, judge=judge)
+            )
+            for names in (("plain", "star"), ("plain",))
+        )
+    finally:
+        desk.jobs.close()
+    assert both.count("<figure") == both.count("ce-veiled") == 3
+    assert "ce-slider" not in both
+    assert "ce-veiled" not in plain
+
+
+def test_the_images_of_an_attack_on_a_sensitive_suite_are_blurred(tmp_path: Path) -> None:
+    file = image_html.png(np.zeros((64, 64, 3), np.uint8), {})
+    for suite, sensitive in (("tiny_star", False), ("violence", True), ("nudity", True)):
+        spec = {"base": "tiny-sd", "suite": suite}
+        job = jobs.DemoJob(1, "attack", "an attack", spec, tmp_path)
+        assert attack._judgement(job, file).sensitive == sensitive
+
+
+def test_the_suite_of_a_run_decides_whether_its_images_are_blurred(tmp_path: Path) -> None:
+    for name, sensitive in (("sd14_nudity_esd", True), ("tiny_star_munba", False)):
+        assert presets.is_run_sensitive(recipe.load(name), tmp_path) == sensitive
+    assert not presets.is_run_sensitive(None, tmp_path)
+    assert presets.is_suite_sensitive({"concept": "not a suite"})
 
 
 @pytest.mark.parametrize("method", presets.METHODS)
