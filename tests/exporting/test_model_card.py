@@ -244,6 +244,14 @@ def test_no_path_in_recipe_or_suite(evaluated_run: Path, tmp_path: Path) -> None
             "a photo of a cat and/or a dog, https://a.org/b/c",
         ),
         ("cannot read /a/c/d.npz, found 2", "cannot read d.npz, found 2"),
+        (r"put it into C:\Users\jane\.cache\x.pt", "put it into x.pt"),
+        (r"no file 'C:\\Users\\jane doe\\my refs\\x.pt'; check", "no file 'x.pt'; check"),
+        (r"one of C:\a\b.pt and C:\c\d.pt", "one of b.pt and d.pt"),
+        ("folder C:/Users/jane/ref (abc123)", "folder ref (abc123)"),
+        ("folder C:/Users/jane doe/ref (abc123)", "folder ref (abc123)"),
+        (r"no file \\server\jane\x.pt; check", "no file x.pt; check"),
+        ("no file /home/jane doe/ref.png; check", "no file ref.png; check"),
+        ("a photo of a cat: / or \\ is a slash", "a photo of a cat: / or \\ is a slash"),
         ("1.5 / 2", "1.5 / 2"),
         ("", ""),
         ("/", "/"),
@@ -251,6 +259,46 @@ def test_no_path_in_recipe_or_suite(evaluated_run: Path, tmp_path: Path) -> None
 )
 def test_places(text: str, expected: str) -> None:
     assert path_redaction.shorten(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/places/jane doe", "local"),
+        ("/places/jane doe (0a1b)", "local (0a1b)"),
+        ("no folder /places/jane doe.", "no folder local."),
+        ("no file /places/jane doe/ref.png; check", "no file ref.png; check"),
+        ("no file /places/jane doe/a/b/ref.png; check", "no file ref.png; check"),
+        ("see file:///places/jane doe/ref.png", "see file://ref.png"),
+        ("no file /data/places/jane doe/ref.png", "no file jane doe/ref.png"),
+    ],
+)
+def test_the_home_folder_may_have_spaces(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/places/jane doe"))
+    assert path_redaction.shorten(text) == expected
+
+
+def test_no_place_names_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/jane doe"))
+    for text in (
+        r"put it into C:\Users\jane\.cache\x.pt",
+        "folder C:/Users/jane/ref (abc123)",
+        "no file /home/jane doe/secret project/ref.png; check",
+    ):
+        shortened = path_redaction.shorten(text)
+        assert "jane" not in shortened
+        assert "Users" not in shortened
+
+
+def test_a_working_folder_with_spaces_is_shortened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of jane" / "work").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "of jane" / "work")
+    text = f"no file {tmp_path}/of jane/work/runs/ref.png; check"
+    assert path_redaction.shorten(text) == "no file ref.png; check"
 
 
 def test_an_attack_on_other_weights_is_left_out(evaluated_run: Path, tmp_path: Path) -> None:
