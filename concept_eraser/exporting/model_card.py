@@ -67,6 +67,7 @@ def card(
     license: str = "other",
     kind: str | None = None,
     gap: Mapping[str, Any] | None = None,
+    revision: str | None = None,
 ) -> str:
     """Return the text of the model card of a finished run.
 
@@ -74,6 +75,7 @@ def card(
 
     gap: the gap to retraining of the run's evaluation, as an evaluation.json has it, in place of
         the stored one.
+    revision: the branch of the repository with the weights (default: its main branch).
 
     Raises UserError if the folder is not a finished run.
     """
@@ -151,7 +153,7 @@ def card(
         else "",
         "limits": list(_limits(findings)),
         "commands": _commands(folder, recipe),
-        "use": use(recipe, folder, repository, kind=kind),
+        "use": use(recipe, folder, repository, kind=kind, revision=revision),
         "fingerprint": recipe.fingerprint,
         "commit": f", commit `{environment['commit']}`" if environment.get("commit") else "",
         "recipe": recipe_text(folder),

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.cli.main import app
-from concept_eraser.exporting import eval_results
+from concept_eraser.exporting import card_snippets, eval_results
+from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils import path_redaction
 from tests import families
 from tests.conftest import short
@@ -421,6 +422,55 @@ def test_a_run_on_labelled_data(tmp_path: Path) -> None:
     assert "## Limits" not in text
     with pytest.raises(UserError, match="has no prompts to attack"):
         concept_eraser.attack(run, "random_tokens")
+
+
+def test_the_code_of_a_branch_loads_that_branch(evaluated_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(evaluated_run, run)
+    (run / "pipeline").mkdir()
+    plan = {
+        revision: concept_eraser.push_to_hub(
+            run, "me/x", kind="both", revision=revision, dry_run=True
+        ).card
+        for revision in (None, "v1")
+    }
+    assert 'DiffusionPipeline.from_pretrained("me/x", revision="v1", torch_dtype=' in plan["v1"]
+    assert 'pipe.load_lora_weights("me/x", revision="v1", adapter_name="erase")' in plan["v1"]
+    assert "revision=" not in str(plan[None])
+
+
+@pytest.mark.parametrize(
+    ("files", "calls"),
+    [
+        (
+            {"config.json": '{"architecture": "resnet"}'},
+            ['load_part(snapshot_download("me/x", revision="v1"), "classifier").module'],
+        ),
+        (
+            {"config.json": '{"architectures": ["CLIPModel"]}', "tokenizer_config.json": "{}"},
+            [
+                'CLIPModel.from_pretrained("me/x", revision="v1")',
+                'AutoTokenizer.from_pretrained("me/x", revision="v1")',
+            ],
+        ),
+        (
+            {"a.safetensors": ""},
+            ['load_file(hf_hub_download("me/x", "a.safetensors", revision="v1"))'],
+        ),
+    ],
+)
+def test_the_code_of_a_branch_of_a_model_without_prompts(
+    tmp_path: Path, files: dict[str, str], calls: list[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    recipe = recipes.load("cifar10_class_munba")
+    text = card_snippets.use(recipe, tmp_path, "me/x", revision="v1")
+    compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
+    assert all(call in text for call in calls)
+    assert "revision" not in card_snippets.use(recipe, tmp_path, "me/x")
 
 
 def test_a_closed_form_is_not_described_as_training(tmp_path: Path) -> None:
