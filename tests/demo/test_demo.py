@@ -967,3 +967,27 @@ def test_a_foreign_checkpoint_needs_its_base(runs: Path, tmp_path: Path) -> None
     library = Library(runs, [str(place)], before="tiny-sd")
     assert torch.equal(library.draw("pipeline", SETTINGS), Library(runs).draw("star", SETTINGS))
     assert library.finished_runs()[0] == "pipeline"
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_foreign_checkpoint_is_read_again_after_a_change(
+    runs: Path, tmp_path: Path, is_file: bool
+) -> None:
+    folders = {}
+    for name, model in (("erased", api.load(runs / "star")), ("original", api.load("tiny-sd"))):
+        folders[name] = Path(saved(model, tmp_path / name))
+    weights = Path("unet") / "diffusion_pytorch_model.safetensors"
+    place = tmp_path / "theirs.safetensors" if is_file else tmp_path / "theirs"
+    file = place if is_file else place / weights
+    if is_file:
+        shutil.copy(folders["erased"] / weights, file)
+    else:
+        shutil.copytree(folders["erased"], place)
+    library = Library(tmp_path / "none", [str(place)], before="tiny-sd")
+    (name,) = library.finished_runs()
+    original, erased = library.draw(None, SETTINGS), library.draw(name, SETTINGS)
+    assert not torch.equal(erased, original)
+    change = library.load_change(name)
+    assert library.load_change(name) is change
+    shutil.copy(folders["original"] / weights, file)
+    assert torch.equal(library.draw(name, SETTINGS), original)
