@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shlex
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -127,6 +128,11 @@ def test_a_recorded_command_names_no_folder_of_the_machine(tmp_path, monkeypatch
         "plain=/elsewhere/w.safetensors",
     ]
     assert provenance.command(arguments) == "study.py eval/x.yaml --work runs/a plain=w.safetensors"
+
+
+def test_a_recorded_command_can_be_pasted_into_a_shell() -> None:
+    arguments = ["concept-eraser", "erase", "Van Gogh", "forget.anchor={shape: circle}", "$HOME"]
+    assert shlex.split(provenance.command(arguments)) == arguments
 
 
 def test_resources_name_what_is_missing(tmp_path) -> None:

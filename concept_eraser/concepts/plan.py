@@ -19,11 +19,12 @@ from concept_eraser.concepts import bundled, general, neighbours
 from concept_eraser.data import prompts
 from concept_eraser.models.base import Model
 from concept_eraser.storage import base_model
-from concept_eraser.utils import limits, resources
+from concept_eraser.utils import limits, provenance, resources
 from concept_eraser.utils.errors import UserError, names_text, quote
 
 BUNDLED = base_model.BUNDLED
 LONGEST = 200  # characters of a concept's name
+LONGEST_SLUG = 60  # characters of a name in a file name
 MOST = 50  # concepts in one plan
 LEAST_IMAGES = 2  # of a group of a suite
 SUITE, SUITES = "suite.yaml", "suites"  # of one concept, and the folder of those of several
@@ -71,11 +72,6 @@ class ConceptPlan:
         groups = {name: {**group, "n": n} for name, group in self.suite["groups"].items()}
         return replace(self, suite={**self.suite, "groups": groups})
 
-    @property
-    def slug(self) -> str:
-        """The name as part of a file name."""
-        return slug(self.name)
-
 
 @dataclass(frozen=True)
 class ErasurePlan:
@@ -103,12 +99,16 @@ class ErasurePlan:
         """The suites by their file names in the run folder."""
         if len(self.concepts) == 1:
             return {SUITE: self.concepts[0].suite}
-        return {f"{SUITES}/{concept.slug}.yaml": concept.suite for concept in self.concepts}
+        names = slugs([concept.name for concept in self.concepts])
+        return {
+            f"{SUITES}/{name}.yaml": concept.suite
+            for name, concept in zip(names, self.concepts, strict=True)
+        }
 
     @property
     def folder_name(self) -> str:
         """The default name of the run folder."""
-        return "_".join(concept.slug for concept in self.concepts)[:80]
+        return "_".join(slugs([concept.name for concept in self.concepts]))[:80]
 
     def lines(self) -> list[str]:
         """The choices of the plan, for the user: four lines for one concept."""
@@ -140,8 +140,29 @@ def _listing(words: Sequence[str], most: int = 5) -> str:
 
 
 def slug(name: str) -> str:
-    """A name as part of a file name, e.g. van_gogh."""
-    return re.sub(r"\W+", "_", name.casefold()).strip("_")[:60] or "concept"
+    """A name as part of a file name, e.g. van_gogh.
+
+    It ends with a fingerprint of the name if it does not tell it from others: the name is longer
+    than a file name may be, or only one letter is left of it, as of C++ and C#.
+    """
+    text = re.sub(r"\W+", "_", name.casefold()).strip("_")
+    is_too_short = len(text) < 2 and text != name.casefold()
+    if is_too_short or len(text) > LONGEST_SLUG:
+        return _with_fingerprint(text[:LONGEST_SLUG] or "concept", name)
+    return text
+
+
+def slugs(names: Sequence[str]) -> list[str]:
+    """The names of several concepts as parts of file names, each different."""
+    texts = [slug(name) for name in names]
+    return [
+        _with_fingerprint(text, name) if texts.count(text) > 1 else text
+        for text, name in zip(texts, names, strict=True)
+    ]
+
+
+def _with_fingerprint(text: str, name: str) -> str:
+    return f"{text}_{provenance.fingerprint(name.casefold())[:6]}"
 
 
 def make_plan(
@@ -207,8 +228,8 @@ def _require_name(name: str) -> str:
 def _require_different(names: Sequence[str]) -> None:
     if not 1 <= len(names) <= MOST:
         raise UserError(f"give 1 to {MOST} concepts, found {len(names)}")
-    slugs = [slug(name) for name in names]
-    if twice := [name for i, name in enumerate(names) if slugs[i] in slugs[:i]]:
+    texts = [name.casefold() for name in names]
+    if twice := [name for i, name in enumerate(names) if texts[i] in texts[:i]]:
         raise UserError(f"the concept {quote(twice[0])} is given twice")
 
 

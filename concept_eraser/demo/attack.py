@@ -183,7 +183,7 @@ def _best(job: DemoJob, rows: list[dict[str, Any]]) -> str:
         path = job.folder / name
         if path.exists():
             file = path.read_bytes()
-            judgement = _judgement(file)
+            judgement = _judgement(job, file)
             alt = f"{title}: {judgement.text or 'not judged'}"
             cells += (
                 "<figure "
@@ -207,7 +207,8 @@ def _best(job: DemoJob, rows: list[dict[str, Any]]) -> str:
     return f'<div class="ce-best">{cells}{text}</div>' if cells else ""
 
 
-def _judgement(file: bytes) -> image_html.Judgement:
+def _judgement(job: DemoJob, file: bytes) -> image_html.Judgement:
+    """Judge an image of an attack. It is sensitive if the suite is, whatever the judge says."""
     import io
 
     import numpy as np
@@ -215,7 +216,12 @@ def _judgement(file: bytes) -> image_html.Judgement:
     from PIL import Image
 
     array = np.asarray(Image.open(io.BytesIO(file)).convert("RGB"))
-    return image_html.judge_images(torch.from_numpy(array.copy())[None], "auto")[0]
+    return image_html.judge_images(
+        torch.from_numpy(array.copy())[None],
+        "auto",
+        base=job.spec["base"],
+        sensitive=presets.is_suite_sensitive(job.spec["suite"]),
+    )[0]
 
 
 def tab(gr: Any, desk: Desk) -> dict[str, Any]:

@@ -221,6 +221,10 @@ def draw(
     ]
     names = dict.fromkeys(column.run for column in requests if column.run)
     concepts = _concepts(desk, list(names))
+    is_sensitive = any(
+        presets.is_run_sensitive(desk.library.recipe(name), desk.library.folder(name))
+        for name in names
+    )
     columns = []
     for k, column in enumerate(requests):
 
@@ -248,7 +252,9 @@ def draw(
             "guidance": settings.guidance,
             "prompt": settings.prompt,
         }
-        judgements = image_html.judge_images(images, settings.judge, concepts)
+        judgements = image_html.judge_images(
+            images, settings.judge, concepts, base=column.base, sensitive=is_sensitive
+        )
         columns.append(
             image_html.ImageColumn(
                 column.title,
@@ -386,7 +392,7 @@ def tab(gr: Any, desk: Desk) -> dict[str, Any]:
                     elem_id="judge",
                     info=(
                         "auto: the bundled judge for 64x64 images of the bundled model, "
-                        "NudeNet for all others"
+                        "NudeNet for all others; images of a sensitive run are blurred with any"
                     ),
                 )
             with gr.Accordion("Free memory", open=False):

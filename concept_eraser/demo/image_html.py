@@ -10,12 +10,15 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from html import escape
 from typing import Any
 
 import numpy as np
+
+from concept_eraser.storage import base_model
+from concept_eraser.utils.errors import UserError
 
 ENLARGED_WIDTH = 224  # images below this width are enlarged without smoothing, in pixels
 ZIP_LIMIT = 6 * 2**20  # largest size of all images that the page offers in one file, in bytes
@@ -72,14 +75,43 @@ def uri(content: bytes, kind: str = "image/png") -> str:
 
 
 def judge_images(
-    images: Any, judge: str, concepts: Sequence[tuple[str, str]] = ()
+    images: Any,
+    judge: str,
+    concepts: Sequence[tuple[str, str]] = (),
+    *,
+    base: str,
+    sensitive: bool = False,
 ) -> list[Judgement]:
     """Judge each image.
 
-    "auto" is the bundled judge for images of the bundled model's size, and NudeNet for others.
+    "auto" is the bundled judge for images of the bundled model at its size, and NudeNet for others.
+
+    Args:
+        images: The images [n, h, w, 3] uint8.
+        judge: One of JUDGES.
+        concepts: The attribute and value of each erased concept.
+        base: The original model of what generated the images.
+        sensitive: Whether every image is sensitive, whatever the judge says.
+
+    Returns:
+        The judgement of each image.
     """
     if judge == "auto":
-        judge = "bundled judge" if tuple(images.shape[1:3]) == (64, 64) else "NudeNet"
+        is_own = _is_bundled(base) and tuple(images.shape[1:3]) == (64, 64)
+        judge = "bundled judge" if is_own else "NudeNet"
+    judgements = _judged(images, judge, concepts)
+    return [replace(one, sensitive=one.sensitive or sensitive) for one in judgements]
+
+
+def _is_bundled(base: str) -> bool:
+    """Whether a model is the bundled one, one of its controls, or a run that began with it."""
+    try:
+        return base in base_model.BUNDLED_MODELS or base_model.is_bundled(base)
+    except UserError:
+        return False
+
+
+def _judged(images: Any, judge: str, concepts: Sequence[tuple[str, str]]) -> list[Judgement]:
     if judge == "bundled judge":
         return _tiny(images, concepts)
     return (

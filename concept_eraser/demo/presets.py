@@ -15,6 +15,7 @@ import yaml
 
 from concept_eraser.data import prompts as sets
 from concept_eraser.demo import safety
+from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.runs import suite_matching
@@ -240,6 +241,35 @@ def suite_of(recipe: Recipe, folder: Path | None = None) -> dict[str, Any] | str
         "groups": groups,
         "metrics": ["concept_rate", "accuracy"],
     }
+
+
+def is_suite_sensitive(suite: Mapping[str, Any] | str) -> bool:
+    """Whether the images of a suite are blurred: it is sensitive, about nudity, or unreadable."""
+    try:
+        content = suites.load(suite)
+    except UserError:
+        return True
+    return content.sensitive or suites.shows_nudity(content.model_dump(mode="json"))
+
+
+def is_run_sensitive(recipe: Recipe | None, folder: Path) -> bool:
+    """Whether the images of a run are blurred.
+
+    They are blurred if a suite in its folder is sensitive, or one with the name of a forget set.
+
+    Args:
+        recipe: The recipe of the run; None for a result of another eraser.
+        folder: The run folder.
+
+    Returns:
+        Whether a suite of the run is sensitive. False without a suite.
+    """
+    if recipe is None:
+        return False
+    prompt_sets = [objective.prompts for objective in recipe.forgotten]
+    bundled_suites = resources.names("eval")
+    names = [name for name in prompt_sets if isinstance(name, str) and name in bundled_suites]
+    return any(map(is_suite_sensitive, [*suite_matching.own_suites(folder), *names]))
 
 
 def offers(recipe: Recipe) -> dict[str, list[str]]:

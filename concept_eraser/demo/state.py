@@ -262,7 +262,7 @@ class Library:
         if (recipe := self.recipe(name)) is not None:
             safety.require_no_code(recipe)
         # a run without changed tensors has a LoRA and a record of its original
-        stamp = _stamp(weights) or _stamp(folder / "base.json")
+        stamp = _stamp(weights) or _stamp(folder / "base.json") or _newest_weights(folder)
         with self._lock:
             cache_entry = self._cached_runs.get(name)
             if cache_entry is None or cache_entry[0] != stamp:
@@ -494,6 +494,12 @@ def _stamp(path: Path) -> float:
         return path.stat().st_mtime
     except (OSError, ValueError):
         return 0.0
+
+
+def _newest_weights(path: Path) -> float:
+    """Return the modification time of another eraser's file, or the newest one in its folder."""
+    files = path.rglob("*.safetensors") if path.is_dir() else [path]
+    return max(map(_stamp, files), default=0.0)
 
 
 def _size(change: WeightChange) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,40 @@ from concept_eraser.utils import resources
 from concept_eraser.utils.path_redaction import is_place
 
 
-def use(recipe: Recipe, folder: Path, repository: str, *, kind: str | None = None) -> str:
+def use(
+    recipe: Recipe,
+    folder: Path,
+    repository: str,
+    *,
+    kind: str | None = None,
+    revision: str | None = None,
+) -> str:
     """Return Markdown with code that loads the run's weights from a repository of the hub.
 
-    kind: what the repository has: "pipeline", "lora" or "both" (default: all that the run has).
+    Args:
+        recipe: the recipe of the run.
+        folder: the run folder.
+        repository: owner/name.
+        kind: what the repository has: "pipeline", "lora" or "both" (default: all that the run has).
+        revision: the branch of the repository; None for its main branch.
+
+    Returns:
+        The Markdown.
     """
+    source = f'"{repository}"'
+    of_branch = f", revision={json.dumps(revision)}" if revision else ""
     model_folder = whole_model(folder)
     if recipe.target not in recipes.PROMPTED and (
         model_folder is None or model_folder.name == resources.whole_model("module")
     ):
-        return _of_module(recipe, model_folder, repository)
+        return _of_module(recipe, model_folder, source, of_branch)
     run = _python(
         f'import concept_eraser\n\nmodel = concept_eraser.load("runs/{folder.resolve().name}")'
     )
     if recipe.method.adds_gate:
         return f"Its gate is beside the weights, so the run folder is loaded:\n\n{run}"
     pipe = _python(
-        _loading(f'"{repository}"', model_folder) + '\nimage = pipe("a prompt").images[0]'
+        _loading(source + of_branch, model_folder) + '\nimage = pipe("a prompt").images[0]'
     )
     if kind == "pipeline" or not (folder / "lora").is_dir():
         return pipe
@@ -46,12 +64,12 @@ def use(recipe: Recipe, folder: Path, repository: str, *, kind: str | None = Non
             else pipe
         )
     local = not hub.is_id(recipe.model) or Path(recipe.model).exists() or is_place(recipe.model)
-    name, revision = ("path/of/the/base/model", None) if local else hub.split(recipe.model)
-    revision_argument = f', revision="{revision}"' if revision else ""
+    name, commit = ("path/of/the/base/model", None) if local else hub.split(recipe.model)
+    revision_argument = f', revision="{commit}"' if commit else ""
     base = Path(recipe.model)
     lora = _python(
         _loading(f'"{name}"{revision_argument}', base if base.is_dir() else model_folder) + "\n"
-        f'pipe.load_lora_weights("{repository}", '
+        f"pipe.load_lora_weights({source}{of_branch}, "
         'adapter_name="erase")\npipe.set_adapters("erase", 1.0)'
     )
     if is_lora_alone:
@@ -102,10 +120,11 @@ def _python(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-def _of_module(recipe: Recipe, model_folder: Path | None, repository: str) -> str:
+def _of_module(recipe: Recipe, model_folder: Path | None, source: str, of_branch: str) -> str:
     """Return the code for a classifier, CLIP model or VAE.
 
-    It depends on the files in its folder, see `Module.save` and `Clip.save`.
+    It depends on the files in its folder, see `Module.save` and `Clip.save`. `source` and
+    `of_branch` are arguments in Python: the repository, and its branch after a comma or "".
     """
     if model_folder is None:
         return "The run folder has no whole model any more (model/), so there is nothing to load."
@@ -116,7 +135,7 @@ def _of_module(recipe: Recipe, model_folder: Path | None, repository: str) -> st
         return _python(
             "from huggingface_hub import snapshot_download\n\nfrom "
             "concept_eraser.models.loading import load_part\n\nmodel = "
-            f'load_part(snapshot_download("{repository}"), "{recipe.target}").module'
+            f'load_part(snapshot_download({source}{of_branch}), "{recipe.target}").module'
         )
     library, name = (
         ("diffusers", config.get("_class_name"))
@@ -126,18 +145,18 @@ def _of_module(recipe: Recipe, model_folder: Path | None, repository: str) -> st
     if name:
         words = (model_folder / "tokenizer_config.json").is_file()
         tokenizer_line = (
-            f'\ntokenizer = AutoTokenizer.from_pretrained("{repository}")' if words else ""
+            f"\ntokenizer = AutoTokenizer.from_pretrained({source}{of_branch})" if words else ""
         )
         names = ", ".join(sorted([name, *(["AutoTokenizer"] if words else [])]))
         return _python(
-            f'from {library} import {names}\n\nmodel = {name}.from_pretrained("{repository}")'
+            f"from {library} import {names}\n\nmodel = {name}.from_pretrained({source}{of_branch})"
             f"{tokenizer_line}"
         )
-    return _by_its_own_code(recipe, model_folder, config, repository)
+    return _by_its_own_code(recipe, model_folder, config, source, of_branch=of_branch)
 
 
 def _by_its_own_code(
-    recipe: Recipe, model_folder: Path, config: dict[str, Any], repository: str
+    recipe: Recipe, model_folder: Path, config: dict[str, Any], source: str, *, of_branch: str
 ) -> str:
     """Return the code for a folder with weights only.
 
@@ -164,6 +183,6 @@ def _by_its_own_code(
     return about + _python(
         "from huggingface_hub import hf_hub_download\nfrom safetensors.torch import "
         f"load_file\n\n{constructor}\n"
-        f'model.load_state_dict(load_file(hf_hub_download("{repository}", '
-        f'"{file}")))\nmodel.eval()'
+        f"model.load_state_dict(load_file(hf_hub_download({source}, "
+        f'"{file}"{of_branch})))\nmodel.eval()'
     )

@@ -121,7 +121,7 @@ def push_to_hub(
     if kind is None:
         is_lora_alone = run_base.is_rebuilt(folder) and whole_model(folder) is None
         kind = "lora" if is_lora_alone and loads_lora(recipe) else "pipeline"
-    card = model_card.card(folder, repository=name, license=license, kind=kind)
+    card = model_card.card(folder, repository=name, license=license, kind=kind, revision=revision)
     left_out: list[str] = []
     uploads = (
         Upload("README.md", card.encode()),

@@ -68,6 +68,7 @@ def card(
     kind: str | None = None,
     gap: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
+    revision: str | None = None,
 ) -> str:
     """Return the text of the model card of a finished run.
 
@@ -76,6 +77,7 @@ def card(
     gap: the gap to retraining of the run's evaluation, as an evaluation.json has it, in place of
         the stored one.
     allow_pickle: whether the commands for missing measurements load pickled weights.
+    revision: the branch of the repository with the weights (default: its main branch).
 
     Raises UserError if the folder is not a finished run.
     """
@@ -153,7 +155,7 @@ def card(
         else "",
         "limits": list(_limits(findings)),
         "commands": _commands(folder, allow_pickle),
-        "use": use(recipe, folder, repository, kind=kind),
+        "use": use(recipe, folder, repository, kind=kind, revision=revision),
         "fingerprint": recipe.fingerprint,
         "commit": f", commit `{environment['commit']}`" if environment.get("commit") else "",
         "recipe": recipe_text(folder),

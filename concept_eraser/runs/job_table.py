@@ -162,10 +162,10 @@ def _job(values: Mapping[str, str], place: str, model: str | None) -> TableJob:
         )
     text = values[sources[0]]
     if sources == ["concept"]:
-        from concept_eraser.concepts.plan import slug  # it imports torch
+        from concept_eraser.concepts.plan import slugs  # it imports torch
 
         names = [part.strip() for part in text.split(";") if part.strip()]
-        usual_name = "_".join(map(slug, names))[:80]
+        usual_name = "_".join(slugs(names))[:80]
     else:
         names, usual_name = [text], Path(text).stem
     if not names or any(part.startswith("-") for part in names):

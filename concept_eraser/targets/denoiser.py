@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from concept_eraser.erasers.denoiser import Denoiser, require_supported
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.targets.adapter import new_adapter
@@ -44,7 +46,8 @@ def build(context: Context) -> Denoiser:
         )
         # `hold` has passes too; `Placement.undo` ends the checkpointing
         if recipe.training.checkpointing:
-            prompt_context.model.checkpoint(True)
+            latent_model: Any = prompt_context.model
+            latent_model.checkpoint(True)
         eraser.hold(_elastic_seeds(recipe))
     return eraser
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import re
-from pathlib import PurePosixPath, PureWindowsPath
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 _PART = r"[\w.@+~-]+"
-# a path in a sentence, but not in a URL or in `and/or`
-_WITHIN = re.compile(rf"(?<![\w.:/~-])(?:~|\.\.)?/(?:{_PART}/)+{_PART}")
+# the folder of a user, whose name may have spaces
+_USER = r"(?:home|Users)[\\/]+[\w@+~-]+(?: [\w@+~-]+){0,3}[\\/]+"
+# a path in a sentence, but not in a URL or in `and/or`. Backslashes are doubled in a `repr`. A
+# folder before a backslash may have spaces.
+_WITHIN = re.compile(
+    r"(?<![\w.:/\\~-])(?:"
+    rf"(?:[A-Za-z]:|\\\\+{_PART})[\\/]+(?:{_USER})?"
+    rf"(?:{_PART}[\\/]+|{_PART}(?: {_PART})+\\+)*{_PART}"
+    rf"|/{_USER}(?:{_PART}/)*{_PART}"
+    rf"|(?:~|\.\.)?/(?:{_PART}/)+{_PART})"
+)
 # the name of a model in evaluations: a path and a fingerprint
 _MODEL = re.compile(r"(.+?)( \([0-9a-f]+\))?")
 
@@ -42,18 +52,45 @@ def is_place(text: str) -> bool:
 
 
 def last(text: str) -> str:
-    """Return the last component of a path. For a file on a base, return those of both."""
+    """Return the last component of a path. For a file on a base, return those of both.
+
+    It is "local" for the home folder, whose last component is the name of the user.
+    """
     if FILE_ON in text:
         return "@".join(last(one) if is_place(one) else one for one in _file_and_base(text))
     path = PureWindowsPath(text) if "\\" in text else PurePosixPath(text)
+    if path.as_posix() in {home.as_posix() for home in _folders(Path.home)}:
+        return "local"
     return path.name if path.name not in ("", "..", "~") else "local"
+
+
+def _folders(*functions: Callable[[], Path]) -> Iterator[Path]:
+    """Yield the folders that functions return. A root, or a folder without a name, is left out."""
+    for function in functions:
+        try:
+            folder = function()
+        except (OSError, RuntimeError):  # the working folder was removed, or there is no home
+            continue
+        if folder.name:
+            yield folder
+
+
+def _without_own_folders(text: str) -> str:
+    """Shorten the paths in the home folder and the working folder, which may have spaces."""
+    folders = {name for one in _folders(Path.home, Path.cwd) for name in (str(one), one.as_posix())}
+    for folder in sorted(folders, key=len, reverse=True):
+        if folder in text:
+            path = rf"{re.escape(folder)}(?![\w@+~-]|\.\w)(?:[\\/](?:{_PART}[\\/])*{_PART})?"
+            text = re.sub(rf"(?<![\w.~-]){path}", lambda match: last(match[0]), text)
+    return text
 
 
 def shorten(text: str) -> str:
     """Return a text with its paths shortened.
 
     The whole text may be a path, or "PATH (fingerprint)", or "PATH on PATH". Paths within a
-    sentence are shortened too.
+    sentence are shortened too. They end at a space, but the folder of a user, the working folder
+    and folders before a backslash may have spaces.
     """
     path, print_ = _MODEL.fullmatch(text).groups() if _MODEL.fullmatch(text) else (text, None)  # type: ignore[union-attr]
     if " on " in path and any(map(is_place, path.split(" on "))):
@@ -62,7 +99,7 @@ def shorten(text: str) -> str:
         )
     if is_place(path):
         return last(path) + (print_ or "")
-    return _WITHIN.sub(lambda match: last(match[0]), text)
+    return _WITHIN.sub(lambda match: last(match[0]), _without_own_folders(text))
 
 
 def clean(value: Any) -> Any:

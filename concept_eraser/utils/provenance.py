@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ def describe() -> dict[str, Any]:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """Return a command line without the folders of this machine.
+    """Return a command line without the folders of this machine, quoted for a shell.
 
     Absolute paths become relative ones, or names.
     """
@@ -105,7 +106,7 @@ def command(arguments: Sequence[str]) -> str:
     short_arguments = (
         "=".join(short(part) for part in argument.split("=")) for argument in arguments[1:]
     )
-    return " ".join([Path(arguments[0]).name, *short_arguments])
+    return shlex.join([Path(arguments[0]).name, *short_arguments])
 
 
 def fingerprint(content: Any) -> str:

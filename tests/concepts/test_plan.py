@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,7 +14,7 @@ from concept_eraser.cli.erase import erase as command
 from concept_eraser.concepts import bundled, general
 from concept_eraser.concepts.known import KINDS, guess_kind, kinds, look_up
 from concept_eraser.concepts.neighbours import nearest
-from concept_eraser.concepts.plan import ErasurePlan, is_concept, make_plan, slug
+from concept_eraser.concepts.plan import ErasurePlan, is_concept, make_plan, slug, slugs
 from concept_eraser.data import prompts
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.recipes import recipe as recipes
@@ -271,8 +272,42 @@ def test_what_is_a_concept_and_what_a_recipe(tmp_path: Path) -> None:
 
 
 def test_slugs() -> None:
-    assert slug("Van Gogh") == "van_gogh"
-    assert slug("../..") == "concept"
+    for name, expected in (
+        ("star", "star"),
+        ("Van Gogh", "van_gogh"),
+        ("golden retriever", "golden_retriever"),
+        ("C", "c"),
+        ("x" * 60, "x" * 60),
+    ):
+        assert slug(name) == expected
+    for name, start in (
+        ("../..", "concept_"),
+        ("C++", "c_"),
+        ("C#", "c_"),
+        ("\N{SKULL}", "concept_"),
+        ("x" * 61, "x" * 60 + "_"),
+    ):
+        assert re.fullmatch(re.escape(start) + "[0-9a-f]{6}", slug(name))
+
+
+@pytest.mark.parametrize("names", [("C++", "C#"), ("\N{SKULL}", "\N{SKULL AND CROSSBONES}")])
+def test_concepts_of_symbols_are_different(names: tuple[str, str]) -> None:
+    plan = make_plan(names, model="./sd15")
+    assert [concept.name for concept in plan.concepts] == list(names)
+    assert len(plan.suites) == 2
+    folders = {make_plan([name], model="./sd15").folder_name for name in names}
+    assert len(folders) == 2
+    with pytest.raises(UserError, match="given twice"):
+        make_plan([names[0], names[0].lower()], model="./sd15")
+
+
+def test_equal_slugs_of_one_plan_are_told_apart() -> None:
+    names = ["sci-fi", "Sci fi", "star"]
+    first, second, third = slugs(names)
+    assert first != second
+    assert first.startswith("sci_fi_")
+    assert third == "star"
+    assert len(make_plan(names, model="./sd15").suites) == 3
 
 
 def test_suite_texts_are_plain_yaml(tmp_path: Path) -> None:

@@ -359,8 +359,74 @@ def test_the_slider_never_shows_a_sensitive_image() -> None:
 
 
 def test_nudenet_judges_images_of_any_size() -> None:
-    (judgement,) = image_html.judge_images(torch.zeros(1, 96, 80, 3, dtype=torch.uint8), "NudeNet")
+    images = torch.zeros(1, 96, 80, 3, dtype=torch.uint8)
+    (judgement,) = image_html.judge_images(images, "NudeNet", base="tiny-sd")
     assert not judgement.sensitive
+
+
+@pytest.mark.parametrize(
+    ("base", "judge"),
+    [
+        ("tiny-sd", "bundled judge"),
+        ("tiny-sd-without-star", "bundled judge"),
+        ("another/small-model", "NudeNet"),
+    ],
+)
+def test_auto_asks_nudenet_about_small_images_of_other_models(
+    monkeypatch: pytest.MonkeyPatch, base: str, judge: str
+) -> None:
+    nude = [Detection("FEMALE_BREAST_EXPOSED", 0.8, (1, 2, 3, 4))]
+
+    class Detector:
+        def detect_all(self, images: Any) -> list[list[Detection]]:
+            return [nude for _ in images]
+
+    monkeypatch.setattr(image_html, "_detector", Detector)
+    images = torch.zeros(1, 64, 64, 3, dtype=torch.uint8)
+    (judgement,) = image_html.judge_images(images, "auto", base=base)
+    assert judgement.sensitive == bool(judgement.boxes) == (judge == "NudeNet")
+
+
+@pytest.mark.parametrize("judge", ["none", "bundled judge"])
+def test_images_of_a_sensitive_run_are_blurred_with_any_captions(
+    runs: Path, tmp_path: Path, judge: str
+) -> None:
+    for name in ("star", "plain"):
+        shutil.copytree(runs / "star", tmp_path / name)
+    own_suite = {
+        "concept": {"shape": "star"},
+        "groups": {"direct": {"prompts": ["a star"], "role": "forget", "n": 2}},
+        "sensitive": True,
+    }
+    (tmp_path / "star" / "suite.yaml").write_text(yaml.safe_dump(own_suite))
+    desk = Desk(Library(tmp_path))
+    try:
+        both, plain = (
+            compare.draw(
+                desk, compare.ComparisonSettings("a star", names, steps=1, seeds=1, judge=judge)
+            )
+            for names in (("plain", "star"), ("plain",))
+        )
+    finally:
+        desk.jobs.close()
+    assert both.count("<figure") == both.count("ce-veiled") == 3
+    assert "ce-slider" not in both
+    assert "ce-veiled" not in plain
+
+
+def test_the_images_of_an_attack_on_a_sensitive_suite_are_blurred(tmp_path: Path) -> None:
+    file = image_html.png(np.zeros((64, 64, 3), np.uint8), {})
+    for suite, sensitive in (("tiny_star", False), ("violence", True), ("nudity", True)):
+        spec = {"base": "tiny-sd", "suite": suite}
+        job = jobs.DemoJob(1, "attack", "an attack", spec, tmp_path)
+        assert attack._judgement(job, file).sensitive == sensitive
+
+
+def test_the_suite_of_a_run_decides_whether_its_images_are_blurred(tmp_path: Path) -> None:
+    for name, sensitive in (("sd14_nudity_esd", True), ("tiny_star_munba", False)):
+        assert presets.is_run_sensitive(recipe.load(name), tmp_path) == sensitive
+    assert not presets.is_run_sensitive(None, tmp_path)
+    assert presets.is_suite_sensitive({"concept": "not a suite"})
 
 
 @pytest.mark.parametrize("method", presets.METHODS)
@@ -901,3 +967,27 @@ def test_a_foreign_checkpoint_needs_its_base(runs: Path, tmp_path: Path) -> None
     library = Library(runs, [str(place)], before="tiny-sd")
     assert torch.equal(library.draw("pipeline", SETTINGS), Library(runs).draw("star", SETTINGS))
     assert library.finished_runs()[0] == "pipeline"
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_foreign_checkpoint_is_read_again_after_a_change(
+    runs: Path, tmp_path: Path, is_file: bool
+) -> None:
+    folders = {}
+    for name, model in (("erased", api.load(runs / "star")), ("original", api.load("tiny-sd"))):
+        folders[name] = Path(saved(model, tmp_path / name))
+    weights = Path("unet") / "diffusion_pytorch_model.safetensors"
+    place = tmp_path / "theirs.safetensors" if is_file else tmp_path / "theirs"
+    file = place if is_file else place / weights
+    if is_file:
+        shutil.copy(folders["erased"] / weights, file)
+    else:
+        shutil.copytree(folders["erased"], place)
+    library = Library(tmp_path / "none", [str(place)], before="tiny-sd")
+    (name,) = library.finished_runs()
+    original, erased = library.draw(None, SETTINGS), library.draw(name, SETTINGS)
+    assert not torch.equal(erased, original)
+    change = library.load_change(name)
+    assert library.load_change(name) is change
+    shutil.copy(folders["original"] / weights, file)
+    assert torch.equal(library.draw(name, SETTINGS), original)

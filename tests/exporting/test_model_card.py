@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 import concept_eraser
 from concept_eraser import UserError
 from concept_eraser.cli.main import app
-from concept_eraser.exporting import eval_results
+from concept_eraser.exporting import card_snippets, eval_results
+from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils import path_redaction
 from tests import families
 from tests.conftest import short
@@ -244,6 +245,14 @@ def test_no_path_in_recipe_or_suite(evaluated_run: Path, tmp_path: Path) -> None
             "a photo of a cat and/or a dog, https://a.org/b/c",
         ),
         ("cannot read /a/c/d.npz, found 2", "cannot read d.npz, found 2"),
+        (r"put it into C:\Users\jane\.cache\x.pt", "put it into x.pt"),
+        (r"no file 'C:\\Users\\jane doe\\my refs\\x.pt'; check", "no file 'x.pt'; check"),
+        (r"one of C:\a\b.pt and C:\c\d.pt", "one of b.pt and d.pt"),
+        ("folder C:/Users/jane/ref (abc123)", "folder ref (abc123)"),
+        ("folder C:/Users/jane doe/ref (abc123)", "folder ref (abc123)"),
+        (r"no file \\server\jane\x.pt; check", "no file x.pt; check"),
+        ("no file /home/jane doe/ref.png; check", "no file ref.png; check"),
+        ("a photo of a cat: / or \\ is a slash", "a photo of a cat: / or \\ is a slash"),
         ("1.5 / 2", "1.5 / 2"),
         ("", ""),
         ("/", "/"),
@@ -251,6 +260,46 @@ def test_no_path_in_recipe_or_suite(evaluated_run: Path, tmp_path: Path) -> None
 )
 def test_places(text: str, expected: str) -> None:
     assert path_redaction.shorten(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/places/jane doe", "local"),
+        ("/places/jane doe (0a1b)", "local (0a1b)"),
+        ("no folder /places/jane doe.", "no folder local."),
+        ("no file /places/jane doe/ref.png; check", "no file ref.png; check"),
+        ("no file /places/jane doe/a/b/ref.png; check", "no file ref.png; check"),
+        ("see file:///places/jane doe/ref.png", "see file://ref.png"),
+        ("no file /data/places/jane doe/ref.png", "no file jane doe/ref.png"),
+    ],
+)
+def test_the_home_folder_may_have_spaces(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/places/jane doe"))
+    assert path_redaction.shorten(text) == expected
+
+
+def test_no_place_names_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/jane doe"))
+    for text in (
+        r"put it into C:\Users\jane\.cache\x.pt",
+        "folder C:/Users/jane/ref (abc123)",
+        "no file /home/jane doe/secret project/ref.png; check",
+    ):
+        shortened = path_redaction.shorten(text)
+        assert "jane" not in shortened
+        assert "Users" not in shortened
+
+
+def test_a_working_folder_with_spaces_is_shortened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of jane" / "work").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "of jane" / "work")
+    text = f"no file {tmp_path}/of jane/work/runs/ref.png; check"
+    assert path_redaction.shorten(text) == "no file ref.png; check"
 
 
 def test_an_attack_on_other_weights_is_left_out(evaluated_run: Path, tmp_path: Path) -> None:
@@ -395,6 +444,55 @@ def test_a_run_on_labelled_data(tmp_path: Path) -> None:
     assert "## Limits" not in text
     with pytest.raises(UserError, match="has no prompts to attack"):
         concept_eraser.attack(run, "random_tokens")
+
+
+def test_the_code_of_a_branch_loads_that_branch(evaluated_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(evaluated_run, run)
+    (run / "pipeline").mkdir()
+    plan = {
+        revision: concept_eraser.push_to_hub(
+            run, "me/x", kind="both", revision=revision, dry_run=True
+        ).card
+        for revision in (None, "v1")
+    }
+    assert 'DiffusionPipeline.from_pretrained("me/x", revision="v1", torch_dtype=' in plan["v1"]
+    assert 'pipe.load_lora_weights("me/x", revision="v1", adapter_name="erase")' in plan["v1"]
+    assert "revision=" not in str(plan[None])
+
+
+@pytest.mark.parametrize(
+    ("files", "calls"),
+    [
+        (
+            {"config.json": '{"architecture": "resnet"}'},
+            ['load_part(snapshot_download("me/x", revision="v1"), "classifier").module'],
+        ),
+        (
+            {"config.json": '{"architectures": ["CLIPModel"]}', "tokenizer_config.json": "{}"},
+            [
+                'CLIPModel.from_pretrained("me/x", revision="v1")',
+                'AutoTokenizer.from_pretrained("me/x", revision="v1")',
+            ],
+        ),
+        (
+            {"a.safetensors": ""},
+            ['load_file(hf_hub_download("me/x", "a.safetensors", revision="v1"))'],
+        ),
+    ],
+)
+def test_the_code_of_a_branch_of_a_model_without_prompts(
+    tmp_path: Path, files: dict[str, str], calls: list[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    recipe = recipes.load("cifar10_class_munba")
+    text = card_snippets.use(recipe, tmp_path, "me/x", revision="v1")
+    compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
+    assert all(call in text for call in calls)
+    assert "revision" not in card_snippets.use(recipe, tmp_path, "me/x")
 
 
 def test_a_closed_form_is_not_described_as_training(tmp_path: Path) -> None:
