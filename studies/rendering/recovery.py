@@ -127,23 +127,24 @@ def _values(rate: Interval) -> list[float]:
 
 def _draw(content: list[Any]) -> Any:
     """Draw a panel for each concept with a row for each attack and a mark for each model."""
-    figure = canvas(10, 5)
+    figure = canvas(10, 6.5)
     all_axes = figure.subplots(1, len(content), sharey=True, squeeze=False)[0]
     names = list(
         dict.fromkeys(name for _, rows in content for _, rates in rows for name, *_ in rates)
     )
     colors = dict(zip(names, ("#000000", *OKABE_ITO), strict=False))
+    step = 0.75 / len(names)  # so that the rows of two attacks stay apart
     for axes, (concept, rows) in zip(all_axes, content, strict=True):
         for place, (_, rates) in enumerate(rows):
             for name, low, value, high in rates:
-                y = place + 0.17 * (names.index(name) - (len(names) - 1) / 2)
+                y = place + step * (names.index(name) - (len(names) - 1) / 2)
                 axes.plot([low, high], [y, y], color=colors[name], linewidth=1.3)
                 axes.plot(
                     value,
                     y,
                     "D" if name == NEVER else "o",
                     color=colors[name],
-                    markersize=5,
+                    markersize=4.5,
                     markerfacecolor="white" if name == NEVER else colors[name],
                     label=name,
                 )
