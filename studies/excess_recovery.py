@@ -23,7 +23,8 @@ an attack the outcome of each prompt.
 
 With `second_judge` in the configuration, that judge labels the images of each evaluation too
 (studies/second_judge.py), and those that decide a new attack. It changes no other result. An attack
-that was made without it is not made again.
+that was made without it is not made again. `figures` in the configuration names attacks by the key
+of their result. The page shows their images on which the judges differ.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from concept_eraser.utils import provenance
 from studies import image_labels, second_judge, selection
 from studies.rendering.excess_recovery import attack_key, model_key, selection_key
 from studies.rendering.second_judge import KIND, second_judge_key
-from studies.result_tables import Content, Results
+from studies.result_tables import Content, Results, figure_path
 from studies.runs import clear, erased_model, recipe_of
 from studies.tasks import parse_names
 
@@ -238,6 +239,8 @@ def attack(
     content = {**about, "campaign": campaign.as_dict(), "settings": settings}
     if suite.second_judge is not None:
         content["second_judge"] = second_judge.count_attacked(campaign.outcomes)
+        if key in study.get("figures", ()):
+            second_judge.draw_differing(campaign, figure_path(results.study, f"{key}.webp"))
     results[key] = content
 
 

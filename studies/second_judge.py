@@ -8,19 +8,27 @@ training seeds can be computed from it.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from PIL import Image
 
 from concept_eraser.data import generate
+from concept_eraser.data.images import read_image
 from concept_eraser.evaluation import suite as suites
+from concept_eraser.evaluation.attacks.runner import Campaign
 from concept_eraser.models.base import Model
+from concept_eraser.reporting import plots
 from concept_eraser.utils import provenance
 from concept_eraser.utils.errors import UserError
 from studies.result_tables import Content
 
 STAGES = ("before", "after")
+COLUMNS, ROWS = 8, 2  # of a sheet
 
 
 def count_pairs(first: np.ndarray, second: np.ndarray) -> dict[str, int]:
@@ -52,6 +60,30 @@ def count_attacked(outcomes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         for name in ("shows_concept", "second_shows_concept")
     )
     return count_pairs(first, second)
+
+
+def draw_differing(campaign: Campaign, path: Path) -> None:
+    """Write a sheet of the images of an attack in which the first judge alone sees the concept.
+
+    They are the first ones of COLUMNS x ROWS at most, in the order of the prompts. Without such an
+    image no file is written.
+
+    Args:
+        campaign: The attack, with a second judge and stored images.
+        path: The WebP file. It is replaced.
+    """
+    positions = {(a.prompt, a.seed): number for number, a in enumerate(campaign.attempts)}
+    differing = [
+        positions[row["prompt"], row["seed"]]
+        for row in campaign.outcomes
+        if row["stage"] == "attack" and row["shows_concept"] and not row["second_shows_concept"]
+    ]
+    paths = [campaign.images[number] for number in sorted(differing)[: COLUMNS * ROWS]]
+    if paths:
+        images = torch.stack([torch.tensor(read_image(one)) for one in paths])
+        rows = [images[i : i + COLUMNS] for i in range(0, len(images), COLUMNS)]
+        sheet = Image.open(io.BytesIO(plots.stack(rows, COLUMNS)))
+        sheet.convert("RGB").save(path, "webp", quality=80, method=6)
 
 
 def settings_of(suite: suites.Suite, original: Model, model: Model) -> Content:

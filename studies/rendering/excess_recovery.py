@@ -45,7 +45,7 @@ from studies.rendering.excess_statistics import (
     success_rate,
     worst_of,
 )
-from studies.rendering.second_judge import second_judge_section
+from studies.rendering.second_judge import differing_images, second_judge_section
 from studies.result_tables import STUDIES as CONFIGS
 from studies.result_tables import Content, Results
 
@@ -390,6 +390,7 @@ def page(study: str) -> str:
                 EXPLANATION,
                 *parts,
                 second_judge_section(results),
+                *differing_images(study, results),
                 settings_table(results),
                 f"Commits {', '.join(commits)}; {', '.join(devices)}.",
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 from concept_eraser.evaluation.statistics import wilson
 from studies.rendering.common import share, table
-from studies.result_tables import Content
+from studies.result_tables import Content, figure_path
 
 KIND = "second_judge"
 ORIGINAL = "original"
@@ -74,6 +74,21 @@ def attacked_table(results: Mapping[str, Content]) -> str:
         differ = f"{first_only}; {second_only}"
         rows.append([*key, str(len(contents)), str(n), *rates, differ])
     return f"{OF_ATTACKS}\n\n{table(rows)}"
+
+
+def differing_images(study: str, results: Mapping[str, Content]) -> list[str]:
+    """Return a caption and a figure for each attack whose differing images the study has drawn."""
+    parts = []
+    for key, content in results.items():
+        path = figure_path(study, f"{key}.webp")
+        if path.is_file():
+            attack = content["attack"].replace("_", " ")
+            caption = (
+                f"Images of {attack} on {content['label']}, seed {content['seed']}. The first "
+                f"judge alone sees the {content['concept']} in them."
+            )
+            parts.append(f"{caption}\n\n![{caption}]({path.name})")
+    return parts
 
 
 def _models(

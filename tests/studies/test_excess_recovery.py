@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from concept_eraser import api
 from concept_eraser.evaluation import suite as suites
@@ -19,7 +21,7 @@ from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.models.loading import load
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils.errors import UserError
-from studies import excess_recovery, image_labels, render_results, second_judge
+from studies import excess_recovery, image_labels, render_results, result_tables, second_judge
 from studies.rendering import common, excess_details, excess_goal
 from studies.rendering import excess_recovery as rendering
 from studies.rendering import excess_statistics as statistics
@@ -673,6 +675,32 @@ def test_a_second_judge_labels_the_images_that_decide_an_attack(
     counts = one["second_judge"]
     assert sum(counts.values()) == len(attacked) > 0
     assert counts["both"] + counts["first_only"] == sum(a["success"] for a in attacked)
+
+
+def test_the_images_on_which_the_judges_differ_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The sheet has those that the first judge alone labels as the concept, by their colour."""
+    monkeypatch.setattr(result_tables, "TABLES", tmp_path)
+    colors = {"both": 50, "first alone": 100, "second alone": 150, "neither": 200}
+    attempts, outcomes, images = [], [], {}
+    for number, (name, color) in enumerate(colors.items()):
+        attempts.append(SimpleNamespace(prompt=name, seed=number))
+        path = images[number] = tmp_path / f"{number}.png"
+        Image.new("RGB", (8, 8), (color, color, color)).save(path)
+        first, second = name in ("both", "first alone"), name in ("both", "second alone")
+        labels = {"shows_concept": first, "second_shows_concept": second}
+        outcomes.insert(0, {"prompt": name, "seed": number, "stage": "attack", **labels})
+    campaign: Any = SimpleNamespace(attempts=attempts, outcomes=outcomes, images=images)
+    sheet = result_tables.figure_path("quick", "key.webp")
+    second_judge.draw_differing(campaign, sheet)
+    pixels = np.asarray(Image.open(sheet).convert("L")).astype(int)
+    assert abs(pixels[8, 8] - 100) <= 5
+    assert not any((abs(pixels - colors[name]) <= 5).any() for name in ("both", "second alone"))
+    one = {"attack": "soft_prompt", "label": "UCE", "seed": 0, "concept": "heart"}
+    (figure,) = rendering_judges.differing_images("quick", {"key": one, "other": one})
+    assert "soft prompt on UCE, seed 0" in figure
+    assert "(quick.key.webp)" in figure
 
 
 def test_the_counts_of_attacks_are_added_over_trainings() -> None:
