@@ -109,11 +109,6 @@ def _schedules(recipe: RecipeFields) -> None:
             f"learning rate would not change; the first is {milestones[0]}; set one below "
             "training.steps, or decay: none"
         )
-    if recipe.watch is not None and recipe.watch.every > steps:
-        raise ValueError(
-            f"watch.every: {recipe.watch.every} is more than the {steps} training steps, so only "
-            "the original model would be measured; set it to training.steps or less"
-        )
 
 
 def _current_teacher(recipe: RecipeFields, name: str, spec: ObjectiveSpec) -> None:

@@ -18,12 +18,12 @@ from torch import nn
 
 from concept_eraser.models import lora_files, run_base
 from concept_eraser.models.base import Loaded
+from concept_eraser.models.lora import layers_of
 from concept_eraser.recipes.objective_fields import PROMPTED
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
 from concept_eraser.storage.readers import size_text
 from concept_eraser.targets import gate_edit
-from concept_eraser.targets.adapter import lora_layers
 from concept_eraser.training import checkpoint
 from concept_eraser.training.memory import Trained
 from concept_eraser.training.rewinding import round_ends
@@ -84,7 +84,7 @@ def estimate(recipe: Recipe, model: Loaded, saved: str) -> DiskEstimate:
     files: dict[str, int] = {}
     lora = recipe.trainable.lora
     if lora is not None:
-        layers = lora_layers(lora, part, names)
+        layers = layers_of(part, names, conv=lora.conv)
         shapes = [
             shape for layer in layers for shape in _factors(part.get_submodule(layer), lora.rank)
         ]

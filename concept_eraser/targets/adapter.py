@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,12 +13,13 @@ from concept_eraser.models.lora_files import file_bytes
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
 from concept_eraser.recipes.trainable_fields import LoraSpec
-from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.provenance import derive_seed
 
+_LOG = logging.getLogger(__name__)
 
-def lora_layers(lora: LoraSpec, part: nn.Module, selected_names: Sequence[str]) -> list[str]:
-    """Return the layers of a part that get a LoRA.
+
+def check_lora(lora: LoraSpec, part: nn.Module, selected_names: Sequence[str]) -> None:
+    """Check before the images are made that a part can have a LoRA, and warn of a useless rank.
 
     Args:
         lora: The LoRA of a recipe.
@@ -25,18 +27,17 @@ def lora_layers(lora: LoraSpec, part: nn.Module, selected_names: Sequence[str]) 
         selected_names: The names of its tensors that trainable.select covers.
 
     Raises:
-        UserError: None of the selected tensors belongs to a layer that can have a LoRA, or the rank
-            is larger than that of any change of a layer.
+        UserError: None of the selected tensors belongs to a layer that can have a LoRA.
     """
     layers = layers_of(part, selected_names, conv=lora.conv)
     shapes = [part.get_parameter(f"{layer}.weight").shape for layer in layers]
     largest = max(min(shape[0], shape.numel() // shape[0]) for shape in shapes)
     if lora.rank > largest:
-        raise UserError(
-            f"a LoRA of rank {lora.rank} is larger than the weights that it changes, whose rank is "
-            f"at most {largest}; give a smaller rank, e.g. {min(largest, 64)}"
+        _LOG.warning(
+            "%s",
+            f"the LoRA's rank {lora.rank} is larger than that of the weights that it changes, at "
+            f"most {largest}; a LoRA of rank {largest} can make the same change",
         )
-    return layers
 
 
 def add_adapter(recipe: Recipe, part: nn.Module, selected_names: Sequence[str]) -> Adapter | None:
@@ -51,12 +52,12 @@ def add_adapter(recipe: Recipe, part: nn.Module, selected_names: Sequence[str]) 
         The adapter; None if the recipe trains the weights themselves.
 
     Raises:
-        UserError: As `lora_layers`.
+        UserError: None of the selected tensors belongs to a layer that can have a LoRA.
     """
     lora = recipe.trainable.lora
     if lora is None:
         return None
-    layers = lora_layers(lora, part, selected_names)
+    layers = layers_of(part, selected_names, conv=lora.conv)
     seed = derive_seed(recipe.training.seed, "lora")
     return Adapter(part, layers, rank=lora.rank, alpha=lora.alpha, seed=seed)
 
@@ -73,13 +74,13 @@ def file_megabytes(recipe: Recipe, part: nn.Module, dtype: str = "fp32") -> floa
         The size, counted from the shapes of the layers; None if the recipe trains no LoRA.
 
     Raises:
-        UserError: As `lora_layers`.
+        UserError: None of the selected tensors belongs to a layer that can have a LoRA.
     """
     lora = recipe.trainable.lora
     if lora is None or recipe.method.adds_gate:
         return None
     names = select(dict(part.named_parameters()), recipe.trainable.select)
-    layers = lora_layers(lora, part, names)
+    layers = layers_of(part, names, conv=lora.conv)
     shapes = [part.get_parameter(f"{layer}.weight").shape for layer in layers]
     numbers = sum(lora.rank * (shape.numel() // shape[0] + shape[0]) for shape in shapes)
     return file_bytes(numbers, 2 * len(layers), dtype) / 1e6

@@ -18,7 +18,7 @@ from concept_eraser.models.base import Loaded, Model
 from concept_eraser.recipes.objective_fields import ObjectiveSpec, role
 from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.recipes.selections import select
-from concept_eraser.targets.adapter import lora_layers
+from concept_eraser.targets.adapter import check_lora
 from concept_eraser.utils.errors import UserError
 from concept_eraser.utils.progress import Progress, silent
 
@@ -106,7 +106,7 @@ def resolve(context: Context) -> PromptContext:
     part = model.parts[recipe.target]
     selected_names = select([name for name, _ in part.named_parameters()], recipe.trainable.select)
     if recipe.trainable.lora is not None:
-        lora_layers(recipe.trainable.lora, part, selected_names)
+        check_lora(recipe.trainable.lora, part, selected_names)
     objectives = dict(recipe.objective_specs)
     if recipe.attack is not None:  # the adversary regenerates the images of the forgotten prompts
         concept = recipe.forgotten[0].prompts

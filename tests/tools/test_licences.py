@@ -114,7 +114,8 @@ def test_the_demo_loads_nudenet_only_for_images_that_are_not_of_the_bundled_mode
     from concept_eraser.demo import image_html
     loaded = ["nudenet" in sys.modules]
     for size, judge in ((64, "auto"), (96, "none"), (64, "bundled judge"), (96, "auto")):
-        image_html.judge_images(torch.zeros(1, size, size, 3, dtype=torch.uint8), judge)
+        images = torch.zeros(1, size, size, 3, dtype=torch.uint8)
+        image_html.judge_images(images, judge, base="tiny-sd")
         loaded.append("nudenet" in sys.modules)
     print(loaded)
     """
