@@ -356,11 +356,11 @@ def test_a_rank_larger_than_that_of_the_weights_is_a_warning(
     shared_tiny: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = [name for name, _ in shared_tiny.denoiser.named_parameters() if "attn2.to_k" in name]
-    largest = 32
+    largest = 64
     check_lora(LoraSpec(rank=largest), shared_tiny.denoiser, names)
     assert not caplog.messages
     check_lora(LoraSpec(rank=largest + 1), shared_tiny.denoiser, names)
     assert caplog.messages == [
-        "the LoRA's rank 33 is larger than that of the weights that it changes, at most 32; a LoRA "
-        "of rank 32 can make the same change"
+        "the LoRA's rank 65 is larger than that of the weights that it changes, at most 64; a LoRA "
+        "of rank 64 can make the same change"
     ]
