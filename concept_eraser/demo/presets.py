@@ -246,10 +246,9 @@ def suite_of(recipe: Recipe, folder: Path | None = None) -> dict[str, Any] | str
 def is_suite_sensitive(suite: Mapping[str, Any] | str) -> bool:
     """Whether the images of a suite are blurred: it is sensitive, about nudity, or unreadable."""
     try:
-        content = suites.load(suite)
+        return suites.load(suite).has_sensitive_images
     except UserError:
         return True
-    return content.sensitive or suites.shows_nudity(content.model_dump(mode="json"))
 
 
 def is_run_sensitive(recipe: Recipe | None, folder: Path) -> bool:

@@ -98,6 +98,11 @@ class Suite(_Strict):
         judge: Judge = registry.read("judge", self.second_judge).build()
         return judge
 
+    @property
+    def has_sensitive_images(self) -> bool:
+        """Whether its images are blurred, and those of an attack not stored."""
+        return self.sensitive or shows_nudity(self.model_dump(mode="json"))
+
     def using(
         self,
         judge: Any = None,

@@ -29,7 +29,6 @@ from concept_eraser import registry
 from concept_eraser.data import generate
 from concept_eraser.data.prompts import Prompt
 from concept_eraser.evaluation import agreement, outcomes
-from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import deciding_images
 from concept_eraser.evaluation.attacks.attempts import FinishedBatches
 from concept_eraser.evaluation.attacks.base import Attack, Round, Scene
@@ -352,9 +351,6 @@ def run(
     latents = encode(original, before.concept_images)
     referee = Referee(judge, attribute, value=value, victim=victim, second_judge=second_judge)
     memory = (resources.cache() if cache is None else cache) / "attacks"
-    is_sensitive = protocol.suite.sensitive or suites.shows_nudity(
-        protocol.suite.model_dump(mode="json")
-    )
     starts = {
         name: rows
         for name, rows in batches_of(
@@ -390,8 +386,9 @@ def run(
                 clean=[bool(pre[i]) for i in rows],
                 last=last,
             )
-            images = {} if is_sensitive else {rows[i]: image for i, image in last.images.items()}
-            finished_batches.add(name, batch, images)
+            images = {rows[i]: image for i, image in last.images.items()}
+            is_hidden = protocol.suite.has_sensitive_images
+            finished_batches.add(name, batch, {} if is_hidden else images)
         progress("attacking", min((batch_number + 1) * protocol.batch, total), total)
     if distributed.is_first():
         finished_batches.claim()
