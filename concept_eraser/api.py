@@ -14,7 +14,7 @@ from concept_eraser.concepts.plan import BUNDLED, ErasurePlan, make_plan
 from concept_eraser.evaluation import retraining
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import cascade as cascades
-from concept_eraser.evaluation.attacks import controlled, runner
+from concept_eraser.evaluation.attacks import controlled, deciding_images, runner
 from concept_eraser.evaluation.attacks.cascade import CascadeCampaign as CascadeCampaign
 from concept_eraser.evaluation.attacks.runner import Campaign as Campaign
 from concept_eraser.evaluation.base import Evaluation as Evaluation
@@ -799,7 +799,9 @@ def attack(
         entries = cascades.DEFAULT if cascade == "default" else cascade
         work = cascades.Cascade([protocol_of(entry, {}) for entry in entries], each_family)
     folder = None if output is None else Path(output)
-    names = ("attack.json", "attack.csv.xz", "attack.png", "attempts.jsonl")
+    names = ["attack.json", "attack.csv.xz", "attack.png", "attempts.jsonl"]
+    if cascade is None and not suite_content.has_sensitive_images:
+        names += map(deciding_images.name, range(n))
     with _results(folder, "attack", *names):
         original, victim = _pair(model, before, allow_pickle, guard)
         campaign = controlled.run(

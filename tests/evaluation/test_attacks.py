@@ -537,6 +537,16 @@ def test_the_image_that_decided_each_prompt_is_stored(shared_tiny, tmp_path: Pat
     assert not (tmp_path / "hidden" / "images").exists()
 
 
+def test_an_image_of_the_user_is_refused_before_the_work(tmp_path: Path) -> None:
+    """No model is loaded, and no file is written beside it."""
+    own = tmp_path / "images" / "0003.png"
+    own.parent.mkdir()
+    own.write_bytes(b"mine")
+    with pytest.raises(UserError, match="0003.png exists and was not written by concept_eraser"):
+        api.attack("no-model", "seed_search", "tiny_star", n=4, output=tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [own]
+
+
 def test_an_attack_with_nothing_to_do_keeps_its_folder(shared_tiny, tmp_path: Path) -> None:
     """The victim shows the star for every prompt, so that no batch runs.
 

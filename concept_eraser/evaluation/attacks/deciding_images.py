@@ -25,16 +25,17 @@ def write(folder: Path, images: Mapping[int, Tensor]) -> None:
         UserError: A file cannot be written.
     """
     for position, pixels in images.items():
-        write_bytes(_path(folder, position), png(pixels))
+        write_bytes(folder / name(position), png(pixels))
 
 
 def find(folder: Path | None, positions: range) -> dict[int, Path]:
     """Return the files that the folder of an attack has, by the position of their prompt."""
     if folder is None:
         return {}
-    paths = {position: _path(folder, position) for position in positions}
+    paths = {position: folder / name(position) for position in positions}
     return {position: path for position, path in paths.items() if path.is_file()}
 
 
-def _path(folder: Path, position: int) -> Path:
-    return folder / FOLDER / f"{position:04d}.png"
+def name(position: int) -> str:
+    """Return the file of a prompt in the folder of an attack."""
+    return f"{FOLDER}/{position:04d}.png"
