@@ -21,6 +21,9 @@ an attack the outcome of each prompt.
 
 `metrics` in the configuration are measured beside those of the suite.
 
+`unprotected` names attacks that run on the model before the erasure too, where a neutral word
+replaces the concept's. `worst_cases` names groups of attacks whose worst case the page shows.
+
 With `second_judge` in the configuration, that judge labels the images of each evaluation too
 (studies/second_judge.py), and those that decide a new attack. It changes no other result. An attack
 that was made without it is not made again. `figures` in the configuration names attacks by the key
@@ -227,7 +230,8 @@ def attack(
 ) -> None:
     """Attack a model, if this was not done before."""
     suite = case.suite.using(second_judge=study.get("second_judge"))
-    protocol = protocol_of(study, suite, study["attacks"][about["attack"]])
+    hide = study["unprotected"]["hide"] if about["kind"] == "unprotected" else None
+    protocol = protocol_of(study, suite, study["attacks"][about["attack"]], hide=hide)
     settings = {
         "victim": generate.model_fingerprint(victim),
         "original": generate.model_fingerprint(case.original),
@@ -245,12 +249,18 @@ def attack(
 
 
 def protocol_of(
-    study: Mapping[str, Any], suite: str | suites.Suite, entry: Mapping[str, Any]
+    study: Mapping[str, Any],
+    suite: str | suites.Suite,
+    entry: Mapping[str, Any],
+    *,
+    hide: str | None = None,
 ) -> runner.Protocol:
     """Return the protocol of an attack of the configuration.
 
     An attack with its own `seed` is a restart. It has the same prompts, initial noises and budget,
     and other draws of the search.
+
+    hide: A word that replaces the concept's in the prompts.
     """
     return runner.Protocol(
         suite=suites.load(suite),
@@ -259,6 +269,7 @@ def protocol_of(
         n=study["n"],
         batch=study["batch"],
         seed=entry.get("seed", study["seed"]),
+        hide=hide,
     )
 
 
@@ -284,7 +295,7 @@ def run(
     The settings are chosen first, and then the controls are attacked. One erasure follows the
     other.
 
-    only: "controls" or "erasures", or both if empty.
+    only: "controls", with the model before the erasure, or "erasures", or both if empty.
     """
 
     def attack_with_all(case: Case, name: str, victim: Model, about: Content) -> None:
@@ -293,6 +304,17 @@ def run(
             whole = {**about, "attack": one}
             attack(results, study, case, key, victim=victim, about=whole, work=work)
             report(key)
+
+    def attack_unprotected(case: Case) -> None:
+        """Show that attacks work at all: on the model before the erasure."""
+        for one in study.get("unprotected", {}).get("attacks", ()):
+            if one in attacks:
+                key = f"{case.name}_{one}"
+                about = {"concept": case.name, "kind": "unprotected", "model": "original"}
+                about |= {"label": "before the erasure", "attack": one}
+                folder = results.folder("unprotected")
+                attack(folder, study, case, key, victim=case.original, about=about, work=work)
+                report(f"unprotected/{key}")
 
     entries = [] if only == "controls" else entries
     points = {entry: choose(results, study, entry, work=work) for entry in entries}
@@ -304,6 +326,8 @@ def run(
             about: Content = {"concept": name, "kind": "control", "model": model_name}
             about |= {"label": "never learned", "record": dict(control.record)}
             attack_with_all(case, model_name, control.model, about)
+        if only != "erasures":
+            attack_unprotected(case)
         for seed in seeds:
             for entry in entries:
                 if seed not in study["entries"][entry].get("seeds", seeds):

@@ -231,6 +231,13 @@ def gap(group: Sequence[Content], name: str, relative: str) -> str:
     return f"{np.mean(values):.2f}" if values else "-"
 
 
+VICTIMS = {
+    "control": "controls",
+    "erased": "erased models",
+    "unprotected": "the model before the erasure",
+}
+
+
 def seconds_table(results: Mapping[str, Content]) -> str:
     """Return the hours of a study, by device: of attacks by the kind of model, and of trainings.
 
@@ -240,8 +247,7 @@ def seconds_table(results: Mapping[str, Content]) -> str:
     for one in results.values():
         if "campaign" in one:
             campaign = one["campaign"]
-            victims = "controls" if one["kind"] == "control" else "erased models"
-            key = (campaign["environment"]["device"], f"attacks on {victims}")
+            key = (campaign["environment"]["device"], f"attacks on {VICTIMS[one['kind']]}")
             totals.setdefault(key, []).append(campaign["seconds"])
         elif "training_seconds" in one:
             key = (one["environment"]["device"], "trainings of erasures")

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -80,12 +80,16 @@ def selection_key(entry: str) -> str:
     return f"select_{entry}"
 
 
-def family_table(contents: Sequence[Content]) -> str:
+def family_table(
+    contents: Sequence[Content], groups: Mapping[str, Sequence[str]] | None = None
+) -> str:
     """Return a row for each family of attacks on each erasure: the worst case over its attacks.
 
     The last rows are those of all families together. A row has the attacks that all training seeds
     of the erasure and all controls have. Controls of attacks are no attacks, and a family of a
     single attack has its row in `attack_table`.
+
+    groups: Further worst cases: the names of their attacks.
     """
     labels = {one["model"]: one["label"] for one in contents if one["kind"] == "erased"}
     families: dict[str, list[str]] = {}
@@ -94,6 +98,7 @@ def family_table(contents: Sequence[Content]) -> str:
             for family in (one["campaign"]["family"], ALL_FAMILIES):
                 names = families.setdefault(family, [])
                 names += [one["attack"]] if one["attack"] not in names else []
+    families |= {name: list(attacks) for name, attacks in (groups or {}).items()}
     head = [
         "family, worst case",
         "model",
@@ -145,6 +150,23 @@ def corrected_p(results: Mapping[str, Content]) -> PValues:
         key: (float(corrected.get(key, np.nan)), float(p))
         for key, p in zip(of_prompts, holm(list(of_prompts.values())), strict=True)
     }
+
+
+def unprotected_table(contents: Iterable[Content], concept: str) -> str:
+    """Return a row for each attack on the model before the erasure, or "" without such attacks."""
+    rows = [["attack", "attacked prompts", "success %"]]
+    for content in contents:
+        if content["concept"] == concept:
+            attempts = [one for one in content["campaign"]["attempts"] if not one["pre"]]
+            cells = [content["attack"].replace("_", " "), str(len(attempts))]
+            rows.append([*cells, share(success_rate([{"campaign": {"attempts": attempts}}]))])
+    if len(rows) == 1:
+        return ""
+    return (
+        "The same attacks on the model before the erasure. A neutral word replaces the concept's "
+        "in the prompts. An attack that fails here is too weak to show a memory.\n\n"
+        f"{table(rows)}"
+    )
 
 
 def _attacked_pairs(
@@ -363,16 +385,19 @@ def page(study: str) -> str:
     config = yaml.safe_load((CONFIGS / f"{study}.yaml").read_text())
     parts: list[str] = []
     p_values, tried = corrected_p(results), settings_tried(results, config)
+    unprotected = {f"unprotected/{k}": v for k, v in Results(f"{study}/unprotected").items()}
     for concept, contents in by_concept(results).items():
         parts += [f"## {concept}", model_table(contents, tried), side_table(contents)]
-        parts += [attack_table(contents, p_values), family_table(contents)]
+        parts += [attack_table(contents, p_values)]
+        parts += [family_table(contents, config.get("worst_cases"))]
+        parts += [unprotected_table(unprotected.values(), concept)]
         parts += [curve_table(contents), savings_table(contents)]
         if "reference" in config:
             parts.append(comparison_table(contents, config["reference"]))
     blocks = {
         "goal": partial(goal_table, results),
         "order": partial(order_table, results),
-        "seconds": partial(seconds_table, results),
+        "seconds": partial(seconds_table, results | unprotected),
     }
     environments: list[Mapping[str, Any]] = [
         one["campaign"]["environment"] if "campaign" in one else one["environment"]
@@ -427,12 +452,12 @@ EXPLANATION = """* Success: the share of attacked prompts whose image shows the 
 
 Brackets are 95 % intervals. Rates have the training seed as their unit where three seeds differ:
 success by the cluster bootstrap, images by Student's interval of the means. With fewer seeds, or
-equal ones, they have Wilson's interval over prompts or images, as if those were independent. The
-excess has the training seed as its unit where there are three seeds. With fewer it is paired by
-prompt with each control, which says nothing about other trainings. Its value and its ends are means
-over the controls, so that a prompt counts once. "All alike" means that no prompt of any seed
-differs, so there is no interval. The models that never learned the concept are taken as given: the
-intervals do not cover other trainings of them.
+equal ones, their ends are the means of Wilson's intervals over the prompts or images of each model,
+as if those were independent. So a prompt counts once. The excess has the training seed as its unit
+where there are three seeds. With fewer it is paired by prompt with each control, which says nothing
+about other trainings. Its value and its ends are means over the controls. "All alike" means that no
+prompt of any seed differs, so there is no interval. The models that never learned the concept are
+taken as given: the intervals do not cover other trainings of them.
 
 * Equivalent: "yes" says that the difference is less than 10 points. It is two one-sided tests at
   the level 5 %: the 90 % interval of the same bootstrap lies within the margin. "No" says that the

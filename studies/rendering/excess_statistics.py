@@ -19,7 +19,7 @@ from concept_eraser.evaluation.seed_statistics import (
 )
 from concept_eraser.evaluation.statistics import Interval, mcnemar, paired_difference, wilson
 from studies.rendering import second_judge
-from studies.rendering.common import pool, results
+from studies.rendering.common import results
 from studies.result_tables import Content
 
 MARGIN = 0.1  # the largest difference of a success that counts as none, in the tests of equivalence
@@ -63,18 +63,27 @@ def successes(content: Content) -> dict[tuple[str, int], bool]:
 
 
 def success_rate(contents: Sequence[Content]) -> Interval:
-    """Return the attack success rate over all prompts of all models.
+    """Return the mean attack success rate of models, over the same prompts.
 
     The unit of the interval is the model where there are three or more, each a training seed.
-    Below three, and where no prompt of any model differs, it is Wilson's over the prompts.
+    Below three, and where no prompt of any model differs, its ends are the means of Wilson's over
+    the prompts of each model.
     """
     hits = [np.array(list(successes(one).values()), float) for one in contents]
     if len(hits) >= LEAST_SEEDS:
         interval = cluster_bootstrap(hits)
         if not np.isnan(interval.low):
             return clipped(interval)
-    values = np.concatenate(hits)
-    return wilson(int(values.sum()), len(values))
+    return mean_interval([wilson(int(values.sum()), len(values)) for values in hits])
+
+
+def mean_interval(intervals: Sequence[Interval]) -> Interval:
+    """Return the means of values and ends, of models with the same prompts or images.
+
+    So a prompt counts once. The interval is not shorter than one of 95 % for the mean.
+    """
+    value, low, high = np.mean([(one.value, one.low, one.high) for one in intervals], axis=0)
+    return Interval(float(value), float(low), float(high), intervals[0].n)
 
 
 def clipped(rate: Interval) -> Interval:
@@ -99,14 +108,16 @@ def mean_over_seeds(values: Sequence[float]) -> Interval:
 def image_rate(runs: Sequence[Content], metric: str, group: str) -> Interval | None:
     """Return a rate of an evaluation over the training seeds of an erasure.
 
-    The unit of the interval is the training seed where three or more differ. Otherwise it is
-    Wilson's over the images. The result is None if a run lacks the metric.
+    The unit of the interval is the training seed where three or more differ. Otherwise its ends
+    are the means of Wilson's over the images of each seed. The result is None if a run lacks the
+    metric.
     """
-    rates = [row["after"]["value"] for run in runs if (row := results(run, metric, group))]
-    interval = mean_over_seeds(rates) if len(rates) == len(runs) else None
-    if interval is None or np.isnan(interval.low):
-        return pool(list(runs), metric, group)
-    return clipped(interval)
+    rows = [results(run, metric, group) for run in runs]
+    rates = [Interval(**row["after"]) for row in rows if row is not None]
+    if not rates or len(rates) < len(runs):
+        return None
+    interval = mean_over_seeds([one.value for one in rates])
+    return mean_interval(rates) if np.isnan(interval.low) else clipped(interval)
 
 
 def excess(erased: Sequence[Content], controls: Sequence[Content]) -> Interval:
@@ -114,8 +125,7 @@ def excess(erased: Sequence[Content], controls: Sequence[Content]) -> Interval:
 
     The unit is the training seed of the erasure where there are three or more seeds. Otherwise the
     difference is paired by prompt, and its interval does not hold for other trainings. With several
-    controls or two seeds, the value and both ends are means over the pairs of a seed and a control.
-    So a prompt counts once. Such an interval is not shorter than one of 95 % for the mean.
+    controls or two seeds it is the `mean_interval` over the pairs of a seed and a control.
 
     Raises:
         ValueError: The attacks have different prompts.
@@ -123,9 +133,7 @@ def excess(erased: Sequence[Content], controls: Sequence[Content]) -> Interval:
     differences = differences_by_seed(erased, controls)
     if len(differences) >= LEAST_SEEDS:
         return cluster_bootstrap(differences)
-    intervals = [_paired(one, control) for one in erased for control in controls]
-    value, low, high = np.mean([(one.value, one.low, one.high) for one in intervals], axis=0)
-    return Interval(float(value), float(low), float(high), intervals[0].n)
+    return mean_interval([_paired(one, control) for one in erased for control in controls])
 
 
 def _paired(erased: Content, control: Content) -> Interval:

@@ -63,13 +63,20 @@ def test_a_second_control_makes_no_second_prompt() -> None:
 
 
 def test_the_unit_of_a_rate_over_three_models_is_the_model() -> None:
-    """Models that scatter give a wider interval than their prompts. Equal ones have Wilson's."""
+    """Models that scatter give a wider interval than their prompts.
+
+    Equal ones have the interval of one, since their prompts are the same. Two have the mean ends.
+    """
     scattered = [attempts([True] * count + [False] * (40 - count)) for count in (4, 20, 36)]
     rate = statistics.success_rate(scattered)
     assert rate.value == pytest.approx(0.5)
     assert (rate.low, rate.high) == (0.0, 1.0)  # clipped
-    assert statistics.success_rate(scattered[:2]) == wilson(24, 80)
-    assert statistics.success_rate([attempts([False] * 40)] * 3) == wilson(0, 120)
+    one, other = wilson(4, 40), wilson(20, 40)
+    two = statistics.success_rate(scattered[:2])
+    assert (two.value, two.n) == (pytest.approx(0.3), 40)
+    ends = ((one.low + other.low) / 2, (one.high + other.high) / 2)
+    assert (two.low, two.high) == pytest.approx(ends)
+    assert statistics.success_rate([attempts([False] * 40)] * 3) == wilson(0, 40)
 
 
 def test_the_unit_of_three_seeds_is_the_seed() -> None:
@@ -153,6 +160,9 @@ def test_the_worst_case_of_a_family_has_the_attacks_that_all_models_have() -> No
         assert row[5].startswith("5.0 [")
         assert row[6].startswith(excess)
     assert [row[8] for row in rows] == ["first, second", "first, second, other"]
+    grouped = rendering.family_table(contents, {"two": ["first", "other"]}).splitlines()
+    (group,) = [line.split("|") for line in grouped if line.startswith("| two |")]
+    assert group[4].strip().startswith("15.0 [")  # prompts 0, 1 and 7 of 20
     assert rendering.family_table([one for one in contents if one["attack"] == "first"]) == ""
 
 
@@ -189,6 +199,8 @@ def test_a_rate_of_images_has_the_training_seed_as_its_unit() -> None:
     assert rate.high <= 1.0
     single = statistics.image_rate(groups["uce"], "accuracy_color", "neighbours")
     assert single == common.pool(list(groups["uce"]), "accuracy_color", "neighbours")
+    # equal trainings have the images of one
+    assert statistics.image_rate(groups["uce"] * 3, "accuracy_color", "neighbours") == single
 
 
 def test_the_p_value_over_seeds_belongs_to_the_interval() -> None:
@@ -503,6 +515,7 @@ def small_study(control: Path) -> dict[str, Any]:
         "batch": 4,
         "seed": 0,
         "attacks": {"completion": {"name": "completion", "options": {"strengths": [0.5]}}},
+        "unprotected": {"hide": "shape", "attacks": ["completion", "not chosen"]},
     }
 
 
@@ -584,11 +597,19 @@ def test_the_study_attacks_continues_and_renders(
     hours = excess_details.seconds_table(results)
     for what in ("attacks on controls", "attacks on erased models", "trainings of erasures"):
         assert f"| cpu | {what} | 1 |" in hours
+    unprotected = results.folder("unprotected")
+    assert list(unprotected) == ["heart_completion"]
+    attempts = unprotected["heart_completion"]["campaign"]["attempts"]
+    assert all("heart" not in one["prompt"] and "shape" in one["prompt"] for one in attempts)
     before = dict(results)
     monkeypatch.setattr(excess_recovery.runner, "run", None)  # a new attack would be an error
     excess_recovery.run(study, results, **call)
     assert dict(results) == before
     page = rendering.page(STUDY)
+    assert "| cpu | attacks on the model before the erasure | 1 |" in page
+    open_prompts = [one for one in attempts if not one["pre"]]
+    share = common.share(wilson(sum(one["success"] for one in open_prompts), len(open_prompts)))
+    assert f"| completion | {len(open_prompts)} | {share} |" in page
     assert "| without text | completion | UCE | 1 |" in page
     assert "| independent CLIP score x100 (original) |" in page
     assert "## heart" in page
