@@ -194,6 +194,24 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) -
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_of_a_model_on_the_hub_asks_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of the hub was imported before, with a network."""
+    import huggingface_hub
+
+    asked: list[Any] = []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: asked.append(_))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: asked.append(_))
+    arguments = ["erase", "Van Gogh", "--model", "owner/name", "--dry-run"]
+    result = CliRunner().invoke(app, arguments)
+    assert "does not hold it" in str(result.exception or result.output)
+    assert not asked
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
