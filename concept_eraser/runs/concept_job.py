@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from concept_eraser import registry
 from concept_eraser.concepts.plan import SUITE, SUITES, ErasurePlan, is_concept
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Suite
@@ -77,9 +78,13 @@ def recipe_content(
         )
         for path, inner in pairs:
             text = _as_json(inner)
+            if text is None and path in (("method",), ("finish",)):
+                text = _method_text(inner)
             if text is None:
                 objects.append((path, inner))
-                text = '"munba"' if path == ("method",) else None
+                # a method of the same kind in its place, by which the defaults are chosen
+                stand_in = "uce" if hasattr(inner, "edit") else "munba"
+                text = overrides.as_text(stand_in) if path == ("method",) else None
             if text is not None:
                 lines.append(f"{'.'.join(path)}={text}")
     content: dict[str, Any] = {}
@@ -99,6 +104,15 @@ def _as_json(value: Any) -> str | None:
         return overrides.as_text(value)
     except (TypeError, ValueError):
         return None
+
+
+def _method_text(value: Any) -> str | None:
+    """The name and options of a method object as JSON; None if they do not describe it."""
+    try:
+        plugin = registry.read("method", value)
+    except ValueError:
+        return None  # loading the recipe reports what is wrong with it
+    return None if plugin.value is not None else _as_json(plugin.describe())
 
 
 def suite_texts(plan: ErasurePlan, folder: Path) -> dict[str, str]:
