@@ -20,6 +20,7 @@ from concept_eraser.storage.readers import read_text
 from concept_eraser.targets.adapter import file_megabytes
 from concept_eraser.utils import distributed
 from concept_eraser.utils.commands import shell_command
+from concept_eraser.utils.devices import find_gpu
 from concept_eraser.utils.errors import UserError, names_text
 from concept_eraser.utils.progress import Progress, silent
 
@@ -175,10 +176,13 @@ def require_text_encoder(model: Model) -> None:
 
 
 def can_sample(model: Model) -> bool:
-    """Whether many images take minutes at most: on a GPU, or of a small model."""
-    onto_gpu(model)
-    weights = sum(parameter.numel() for parameter in model.denoiser.parameters())
-    return model.device.type != "cpu" or weights <= SMALL
+    """Whether many images take minutes at most: on a GPU, or of a small model.
+
+    The model stays where it is. It may be an outline without weights.
+    """
+    if find_gpu() is not None or model.device.type not in ("cpu", "meta"):
+        return True
+    return sum(parameter.numel() for parameter in model.denoiser.parameters()) <= SMALL
 
 
 def count_concept(
@@ -240,6 +244,7 @@ def announce(
     if job.training.offload or job.training.shard != "none" or not can_sample(model):
         say("not checked whether the model generates it: this takes long here")
         return
+    onto_gpu(model)
     for concept in plan.concepts:
         try:
             count, n = count_concept(
