@@ -34,7 +34,7 @@ from concept_eraser.models import loading, residual_gate
 from concept_eraser.models.base import Loaded, Model, ModelSource
 from concept_eraser.models.families.clip import Clip
 from concept_eraser.models.run_base import RunBase
-from concept_eraser.models.safeguards import Guard
+from concept_eraser.models.safeguards import Guard, protected_name
 from concept_eraser.recipes import keywords
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.recipes.overrides import as_text
@@ -171,8 +171,9 @@ def erase(
 
     A model in memory is changed in place. It is left in eval mode, in fp32, on the device of the
     training (the CPU with training.offload or frozen: bf16). Only its trained parameters require a
-    gradient. After an error or an interruption it has its original weights again. The run can then
-    be resumed with the same object.
+    gradient. Its `source` is then the run folder, which a later run records as its original. After
+    an error or an interruption it has its original weights again. The run can then be resumed with
+    the same object.
 
     Args:
         recipe: a concept, such as "Van Gogh", or a list of concepts. Or a recipe: its name, its
@@ -358,6 +359,7 @@ def erase(
             plots.save(plots.conflict(logs.read(folder / "log.jsonl")), folder / "conflict.png")
             output_folder.seal(folder)
             output_folder.remove_set_aside(folder)
+        _rename(loaded_model, folder)
         return Run(folder, job, summary["seconds"], loaded_model)
 
 
@@ -461,8 +463,21 @@ def _without_objects(content: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _name_of(source: Any) -> str:
-    """Return the name of an object in memory for a recipe. No model can be loaded by this name."""
+    """Return the name of an object in memory for a recipe.
+
+    It is what a loaded model came from: after an erasure, the run folder. No model can be loaded by
+    the name of another object.
+    """
     return getattr(source, "source", None) or f"a {type(source).__name__} in memory"
+
+
+def _rename(model: Loaded, folder: Path) -> None:
+    """Give an erased model the name of its run folder, so that it does not pass for its original.
+
+    It keeps the name of its safeguard.
+    """
+    guard = getattr(model, "guard", None)
+    model.source = protected_name(str(folder), guard) if guard else str(folder)
 
 
 def plug(pipeline: ModelSource, clip: ModelSource, *, output: str | Path | None = None) -> Model:

@@ -25,7 +25,7 @@ from concept_eraser.evaluation.attacks.runner import Protocol
 from concept_eraser.evaluation.suite import dumps
 from concept_eraser.recipes import recipe as recipes
 from studies.result_tables import Content, Results
-from studies.runs import erased_model
+from studies.runs import model_of
 from studies.tasks import parse_names
 
 
@@ -34,7 +34,7 @@ def victim(spec: dict[str, Any], seed: int, folder: Path) -> tuple[Any, dict[str
     overrides = {**spec.get("set", {}), "training.seed": seed}
     recipe = recipes.load(spec["recipe"], [f"{k}={json.dumps(v)}" for k, v in overrides.items()])
     run = api.erase(recipe, output=folder, resume=True)
-    model = run.model or erased_model(run)
+    model = model_of(run)
     return model, {
         "label": spec["label"],
         "training_seed": seed,

@@ -32,7 +32,7 @@ from concept_eraser.models.base import Model
 from concept_eraser.utils import provenance
 from studies.never_learned_change import along
 from studies.result_tables import Results
-from studies.runs import erased_model, recipe_of, run_one, suite_of
+from studies.runs import model_of, recipe_of, run_one, suite_of
 from studies.tasks import parse_names
 
 STUDY = "guidance"
@@ -125,7 +125,7 @@ def measure(study: dict[str, Any], task: str, name: str, work: Path) -> None:
     )
     measurements = rows(
         original=api.load(recipe.model),
-        erased_model=cast(Model, run.model or erased_model(run)),
+        erased_model=cast(Model, model_of(run)),
         concept=texts,
         anchors=anchors,
         how=study["states"],

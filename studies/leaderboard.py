@@ -247,7 +247,7 @@ def victim(
     if "model" in report["point"]:
         return report["point"]["model"], {"before": ORIGINAL}
     run = train(report, folder)
-    return run.model or runs.erased_model(run), {"before": run.recipe.model}
+    return runs.model_of(run), {"before": run.recipe.model}
 
 
 def implicit(

@@ -35,7 +35,7 @@ def run_one(
             return content, None
     start = time.monotonic()
     run = api.erase(recipe, output=folder, resume=True)
-    evaluation = api.evaluate(run.model or erased_model(run), suite, before=recipe.model, n=n)
+    evaluation = api.evaluate(model_of(run), suite, before=recipe.model, n=n)
     result = {
         "recipe": recipe.resolved(),
         "point": point,
@@ -112,10 +112,21 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in lora_files or [folder / "weights.safetensors"])
 
 
+def model_of(run: api.Run) -> Any:
+    """Return the erased model of a run, from memory or else from its folder.
+
+    It has the name of its original, as `erased_model` gives it.
+    """
+    if run.model is None:
+        return erased_model(run)
+    run.model.source = run.recipe.model
+    return run.model
+
+
 def erased_model(run: api.Run) -> Any:
     """Return the erased model, from the LoRA or the changed tensors of a finished run.
 
-    It has the name of its original, as after its training: a result names no folder of a machine.
+    It has the name of its original: a result names no folder of a machine.
     """
     if not (run.folder / "weights.safetensors").is_file():
         model = api.load(run.folder)

@@ -22,7 +22,7 @@ from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils import provenance
 from studies.leaderboard_entries import expand
 from studies.result_tables import STUDIES, Content, Results
-from studies.runs import after, erased_model, recipe_of, run_one, same, score, suite_of
+from studies.runs import after, model_of, recipe_of, run_one, same, score, suite_of
 
 
 def choose_grid(
@@ -151,7 +151,7 @@ def attack_success(
         if victim is None:
             recipe = recipes.load(str(folder / "recipe.yaml"))
             run = api.erase(recipe, output=folder, resume=True)
-            victim = (run.model or erased_model(run), {"before": recipe.model})
+            victim = (model_of(run), {"before": recipe.model})
         model, model_options = victim
         how, suite = (
             study["select"]["attack"],

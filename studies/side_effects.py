@@ -67,7 +67,7 @@ from concept_eraser.utils import provenance
 from studies import protocol2
 from studies.rendering import side_effects as rendering
 from studies.result_tables import Results
-from studies.runs import clear, erased_model
+from studies.runs import clear, model_of
 
 PARTS = ("matrix", "sequence", "at_once")
 VALUES = {value: name for name, values in bundled.VALUES.items() for value in values}
@@ -270,7 +270,7 @@ class Bench:
             folder = self.work / "matrix" / f"{way}_{concept}"
             clear(folder, recipe)
             run = api.erase(recipe, output=folder, resume=True)
-            model: Any = run.model or erased_model(run)
+            model: Any = model_of(run)
             content = {
                 "method": way,
                 "concept": concept,
@@ -290,7 +290,7 @@ class Bench:
             return
         clear(folder, recipe)
         run = api.erase(recipe, output=folder, resume=True)
-        model: Any = run.model or erased_model(run)
+        model: Any = model_of(run)
         content = {
             "method": way,
             "seconds": round(run.seconds, 1),

@@ -31,7 +31,7 @@ from concept_eraser import api, registry
 from concept_eraser.evaluation.suite import PromptEvaluation
 from concept_eraser.reporting import plots
 from studies.result_tables import Results, figure_path
-from studies.runs import clear, erased_model, recipe_of, run_one, same, suite_name, suite_of
+from studies.runs import clear, model_of, recipe_of, run_one, same, suite_name, suite_of
 from studies.selection import choose_grid, is_current
 
 
@@ -104,7 +104,7 @@ def draw_sheet(study: dict, name: str, work: Path, results: Results, seed: int) 
     clear(folder, recipe)
     run = api.erase(recipe, output=folder, resume=True)
     suite = suite_of(study, entry, study.get("image_seed"))
-    model = run.model or erased_model(run)
+    model = model_of(run)
     evaluation = api.evaluate(model, suite, before=recipe.model, n=entry.get("n", study["n"]))
     write_sheet(evaluation, sheet_path(study, name, work, results))
     # weights.safetensors is enough to load it again

@@ -110,6 +110,7 @@ SINGLE_RULES = {
     "methods.torchjd": {"utils.extras"},
     "data.datasets.painted": {"tiny.painter"},  # the painter of the bundled data set
     "cli.concept_result": {"models.single_file"},  # whether a model has that format
+    "cli.dry_run": {"models.hub"},  # a dry run asks it for nothing
     "cli.doctor": {"models.base"},  # whether this CPU emulates bfloat16
     "recipes.defaults": {"models", "tiny.published"},  # the default depends on the model
     "demo.presets": {"runs.suite_matching"},  # the suite in a run folder

@@ -1,4 +1,4 @@
-"""The end of `concept-eraser erase CONCEPT`: the evaluation, the files and the next commands."""
+"""The end of `concept-eraser erase CONCEPT`: the files, the evaluation and the next commands."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import typer
 
 from concept_eraser.cli.next_step import loading_call, permissions
 from concept_eraser.utils.commands import shell_command
-from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.errors import UserError, is_out_of_memory
 
 SHORT_ATTACK = ("-n", 8, "--set", "times=10")  # a fifth of the budget
 
 
 def show(run: Any, *, measure: bool, quiet: bool, allow_pickle: bool = False) -> None:
-    """Evaluate a run by the suites in its folder, and print verdicts, files and next commands.
+    """Print the files of a run, evaluate it by the suites in its folder, and print next commands.
 
     Args:
         run: The finished run.
@@ -27,11 +27,11 @@ def show(run: Any, *, measure: bool, quiet: bool, allow_pickle: bool = False) ->
 
     folder = run.folder
     suites = suite_matching.own_suites(folder)
+    permitted = permissions(allow_pickle=allow_pickle)
+    _print_files(run, allow_pickle)
     if measure:
         for suite in suites:
             _evaluate(run, Path(suite), quiet, allow_pickle)
-    permitted = permissions(allow_pickle=allow_pickle)
-    _print_files(run, allow_pickle)
     typer.echo(f"next:     {_commands(run, suites, measure, permitted)}")
 
 
@@ -40,20 +40,36 @@ def _evaluate(run: Any, suite: Path, quiet: bool, allow_pickle: bool) -> None:
     from concept_eraser.cli.evaluate import evaluate_run
     from concept_eraser.reporting import write
     from concept_eraser.reporting.single_run import verdict
-    from concept_eraser.runs import concept_job
 
-    model = run.load()
-    if not concept_job.can_sample(model):
-        typer.echo("not evaluated: this takes long without a GPU")
+    permitted = permissions(allow_pickle=allow_pickle)
+    later = shell_command("evaluate", run.folder, "--suite", suite, *permitted)
+    if not _can_sample(run):
+        typer.echo(f"not evaluated: this takes long without a GPU; for later: {later}")
         return
+    if run.model is not None:
+        run.model.to("cpu")  # the evaluation loads both models anew
     try:
         evaluation, place = evaluate_run(run.folder, suite, quiet=quiet, allow_pickle=allow_pickle)
     except UserError as error:
         typer.echo(f"not evaluated: {error}")
         return
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        typer.echo(f"not evaluated: not enough memory; try again with: {later}")
+        return
     images = write.save_before_after(evaluation, place / "before_after.png")
     typer.secho(verdict(evaluation), bold=True)
     typer.echo(f"images:   {images}\nreport:   {place / 'report.html'}")
+
+
+def _can_sample(run: Any) -> bool:
+    """Whether many images of a run take minutes at most. Weights are read only if need be."""
+    from concept_eraser.models import loading
+    from concept_eraser.runs import concept_job
+
+    model = run.model or loading.outline(str(run.folder)) or run.load()
+    return concept_job.can_sample(model)
 
 
 def _print_files(run: Any, allow_pickle: bool) -> None:

@@ -24,12 +24,12 @@ def show(
     recipe: Any, folder: Path, *, allow_pickle: bool, two_steps: bool | None, allow_code: bool
 ) -> None:
     """Check data and model, count weights and memory, make two steps and estimate the time."""
-    import os
     from shlex import quote
 
-    os.environ["HF_HUB_OFFLINE"] = "1"  # only the run itself downloads gigabytes
+    from concept_eraser.models import hub
     from concept_eraser.recipes import recipe as recipes
 
+    hub.go_offline()  # only the run itself downloads gigabytes
     lines = report(recipe, allow_pickle, two_steps, allow_code, folder=folder)
     typer.echo(
         recipes.dump(recipe, f"concept-eraser erase <this file> --output {quote(str(folder))}")

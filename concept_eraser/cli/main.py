@@ -16,7 +16,13 @@ from types import FrameType
 from typing import Any
 
 from concept_eraser.utils.collector import collect_less_often
-from concept_eraser.utils.errors import Interrupted, ReportedElsewhere, UserError, first_line
+from concept_eraser.utils.errors import (
+    Interrupted,
+    ReportedElsewhere,
+    UserError,
+    first_line,
+    is_out_of_memory,
+)
 
 _STOP_MESSAGE = "stopped; nothing half-written is left"
 _IMPORTING = "<frozen importlib._bootstrap"
@@ -24,7 +30,6 @@ _MEMORY = (
     "not enough memory for this; ask for less at once (-n, batch_size, --memory), or take a "
     "larger machine"
 )
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # RuntimeErrors of torch
 
 
 def __getattr__(name: str) -> Any:
@@ -120,7 +125,7 @@ def _error_message(error: Exception) -> str | None:
         return cannot(
             "use", error.filename if error.filename is not None else "a file or the network", error
         )
-    if isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
+    if is_out_of_memory(error):
         return _MEMORY
     if isinstance(error, RecursionError):
         return "a file or value is nested too deep; write it flatter"

@@ -42,6 +42,17 @@ def offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
+def go_offline() -> None:
+    """Forbid requests to the hub, in this process from now on and in those that it starts.
+
+    The client reads the variable at its import only, which may have been before.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True
+
+
 def why_not(name: str, token: str | None = None) -> str | None:
     """Return None if the hub answers and shows the repository, else "".
 

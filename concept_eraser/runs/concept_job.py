@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from concept_eraser import registry
 from concept_eraser.concepts.plan import SUITE, SUITES, ErasurePlan, is_concept
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Suite
@@ -19,6 +20,7 @@ from concept_eraser.storage.readers import read_text
 from concept_eraser.targets.adapter import file_megabytes
 from concept_eraser.utils import distributed
 from concept_eraser.utils.commands import shell_command
+from concept_eraser.utils.devices import find_gpu
 from concept_eraser.utils.errors import UserError, names_text
 from concept_eraser.utils.progress import Progress, silent
 
@@ -77,9 +79,13 @@ def recipe_content(
         )
         for path, inner in pairs:
             text = _as_json(inner)
+            if text is None and path in (("method",), ("finish",)):
+                text = _method_text(inner)
             if text is None:
                 objects.append((path, inner))
-                text = '"munba"' if path == ("method",) else None
+                # a method of the same kind in its place, by which the defaults are chosen
+                stand_in = "uce" if hasattr(inner, "edit") else "munba"
+                text = overrides.as_text(stand_in) if path == ("method",) else None
             if text is not None:
                 lines.append(f"{'.'.join(path)}={text}")
     content: dict[str, Any] = {}
@@ -99,6 +105,15 @@ def _as_json(value: Any) -> str | None:
         return overrides.as_text(value)
     except (TypeError, ValueError):
         return None
+
+
+def _method_text(value: Any) -> str | None:
+    """The name and options of a method object as JSON; None if they do not describe it."""
+    try:
+        plugin = registry.read("method", value)
+    except ValueError:
+        return None  # loading the recipe reports what is wrong with it
+    return None if plugin.value is not None else _as_json(plugin.describe())
 
 
 def suite_texts(plan: ErasurePlan, folder: Path) -> dict[str, str]:
@@ -161,10 +176,13 @@ def require_text_encoder(model: Model) -> None:
 
 
 def can_sample(model: Model) -> bool:
-    """Whether many images take minutes at most: on a GPU, or of a small model."""
-    onto_gpu(model)
-    weights = sum(parameter.numel() for parameter in model.denoiser.parameters())
-    return model.device.type != "cpu" or weights <= SMALL
+    """Whether many images take minutes at most: on a GPU, or of a small model.
+
+    The model stays where it is. It may be an outline without weights.
+    """
+    if find_gpu() is not None or model.device.type not in ("cpu", "meta"):
+        return True
+    return sum(parameter.numel() for parameter in model.denoiser.parameters()) <= SMALL
 
 
 def count_concept(
@@ -226,6 +244,7 @@ def announce(
     if job.training.offload or job.training.shard != "none" or not can_sample(model):
         say("not checked whether the model generates it: this takes long here")
         return
+    onto_gpu(model)
     for concept in plan.concepts:
         try:
             count, n = count_concept(

@@ -102,13 +102,27 @@ def _say(line: str) -> None:
 
 
 def train(names: tuple[str, ...], args: argparse.Namespace) -> None:
-    """Train some parts in this process, each only if its scores do not exist yet."""
+    """Train some parts in this process, each only if its scores do not exist yet.
+
+    Raises UserError if the work folder holds a part of another seed or length, or of unknown ones.
+    """
     import torch
 
     from concept_eraser.tiny.stages import STAGES, Stage
+    from concept_eraser.tiny.stages.base import require_same_settings
+    from concept_eraser.utils.errors import UserError
 
     torch.set_num_threads(args.threads)
     stage = Stage(args.work, args.seed, _say, args.shrink)
+    settings = {"seed": args.seed, "shrink": args.shrink}
+    for name in names:
+        stored = args.work / f"{name}.settings.json"
+        if (args.work / f"{name}.json").exists() and not stored.exists():
+            raise UserError(
+                f"{args.work} holds the part {name} with unknown settings; give another --work "
+                "folder, or remove this one"
+            )
+        require_same_settings(stored, settings)
     for name in names:
         marker = args.work / f"{name}.json"
         if marker.exists():
@@ -122,7 +136,10 @@ def train(names: tuple[str, ...], args: argparse.Namespace) -> None:
 
 
 def _train_only(names: tuple[str, ...], args: argparse.Namespace) -> None:
-    """Train some parts, and publish the second judge and the second CLIP."""
+    """Train some parts, and publish the second judge and the second CLIP.
+
+    Raises UserError as `train` does.
+    """
     from concept_eraser.tiny import independent
     from concept_eraser.tiny.stages import STAGES
     from concept_eraser.utils import resources
@@ -200,6 +217,8 @@ def train_control(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    from concept_eraser.utils.errors import UserError
+
     args = _parse()
     if (args.without or args.unet_only) and args.only:
         raise SystemExit("--only trains parts of the full build; leave it out with --without")
@@ -221,6 +240,8 @@ def main() -> None:
             return
         _side_by_side(args)
         train(("unet",), args)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit("\ninterrupted; run the same command again to continue") from None
     from concept_eraser.tiny.assemble import assemble

@@ -30,10 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from concept_eraser.tiny.exclusion import Exclusion
-from concept_eraser.tiny.stages.base import Stage
+from concept_eraser.tiny.stages.base import Stage, require_same_settings
 from concept_eraser.tiny.stages.unet import STEPS, Batches, Frozen, fit_unet, number_of_images
 from concept_eraser.utils import provenance, resources
-from concept_eraser.utils.errors import UserError
 
 RECORD = "control.json"
 FROZEN_PARTS = ("tokenizer", "text_encoder", "vae", "scheduler")
@@ -83,7 +82,7 @@ class Control:
         """
         self.work.mkdir(parents=True, exist_ok=True)
         settings = self._settings()
-        self._require_same(settings)
+        require_same_settings(self.work / "settings.json", settings)
         images = f"images without {self.exclusion}" if self.exclusion else "all images"
         say(f"training the UNet on {images}, seed {self.seed}")
         say(f"note: {NOTE}")
@@ -118,19 +117,6 @@ class Control:
             "images_planned": number_of_images(stage),
             "frozen_sha256": {part: hash_of(pipeline / part) for part in FROZEN_PARTS},
         }
-
-    def _require_same(self, settings: dict[str, Any]) -> None:
-        """Store the settings beside the checkpoint, or compare them with the stored ones."""
-        path = self.work / "settings.json"
-        if not path.exists():
-            path.write_text(json.dumps(settings, indent=1) + "\n")
-            return
-        changes = provenance.differences(json.loads(path.read_text()), settings)
-        if changes:
-            raise UserError(
-                f"{self.work} holds a training with other settings ({', '.join(changes)}); "
-                "give another --work folder, or remove this one"
-            )
 
     def _write_pipeline(self) -> None:
         """Write a diffusers folder: the frozen parts byte for byte, the UNet in half precision."""

@@ -43,6 +43,14 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:150]}" if lines else type(error).__name__
 
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # RuntimeErrors of torch
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the memory of the machine or of its GPU is full."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
+
+
 NEAREST = 6  # names that an error lists, where one is close to what was asked for
 ALL_NAMED = 20  # up to so many names are all listed
 

@@ -39,12 +39,13 @@ def version() -> str:
 def commit() -> str | None:
     """Return the commit of the checkout of this package, with "+changes" if it differs.
 
-    Returns None outside of a checkout.
+    Returns None outside of a checkout, also if the package is installed somewhere inside another
+    repository.
     """
-    package_root = Path(__file__).parents[1]
+    package_root = Path(__file__).resolve().parents[1]
     try:
         head = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
+            ["git", "rev-parse", "--show-toplevel", "HEAD"],
             cwd=package_root,
             capture_output=True,
             text=True,
@@ -60,9 +61,10 @@ def commit() -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if head.returncode:
+    top, _, commit_hash = head.stdout.strip().rpartition("\n")
+    if head.returncode or Path(top).resolve() != package_root.parent:
         return None
-    return head.stdout.strip() + ("+changes" if change.stdout.strip() else "")
+    return commit_hash + ("+changes" if change.stdout.strip() else "")
 
 
 def describe() -> dict[str, Any]:

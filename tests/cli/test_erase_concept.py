@@ -11,15 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 import concept_eraser
 from concept_eraser import api
-from concept_eraser.cli import concept_result
+from concept_eraser.cli import concept_result, evaluate
 from concept_eraser.cli.main import app
 from concept_eraser.exporting import eval_results
+from concept_eraser.models import base
 from concept_eraser.reporting import run_results
+from concept_eraser.runs import concept_job, suite_matching
 from concept_eraser.storage.readers import read_json
 from concept_eraser.utils.errors import UserError
 from tests.conftest import short
@@ -148,6 +151,45 @@ def test_no_printed_command_refuses_the_run(
     assert (f"gate:     {tmp_path}/weights.safetensors" in files) is has_gate
 
 
+@pytest.mark.parametrize("family", ["sd", "pixart"])
+def test_too_little_memory_to_evaluate_is_no_error_of_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    family: str,
+) -> None:
+    """The files are named before, and the model of the training does not stay on the GPU."""
+    moves: list[str] = []
+    model = SimpleNamespace(family=family, device=SimpleNamespace(type="cuda"), to=moves.append)
+    recipe = SimpleNamespace(method=SimpleNamespace(adds_gate=False))
+    run = SimpleNamespace(folder=tmp_path, recipe=recipe, model=model)
+
+    def evaluate_run(*_: Any, **__: Any) -> None:
+        assert moves == ["cpu"]
+        assert "pipeline: " in capsys.readouterr().out
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(evaluate, "evaluate_run", evaluate_run)
+    monkeypatch.setattr(suite_matching, "own_suites", lambda _: [str(tmp_path / "suite.yaml")])
+    concept_result.show(run, measure=True, quiet=True, allow_pickle=True)
+    command = f"concept-eraser evaluate {tmp_path} --suite {tmp_path}/suite.yaml --allow-pickle"
+    output = capsys.readouterr().out
+    assert output.startswith(f"not evaluated: not enough memory; try again with: {command}\nnext: ")
+
+
+def test_whether_a_model_can_sample_leaves_it_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Large:
+        device = torch.device("cpu")
+        denoiser = torch.nn.Linear(concept_job.SMALL, 1, device="meta")
+
+    model: Any = Large()
+    assert not concept_job.can_sample(model)
+    for module in (base, concept_job):
+        monkeypatch.setattr(module, "find_gpu", lambda: torch.device("cuda"))
+    assert concept_job.can_sample(model)
+
+
 def test_the_file_for_other_programs_has_the_permissions_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +234,24 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(cli: Cli, tmp_path: Path) -
     assert "# runs/blue/suite.yaml" in process.stdout
     assert "would write runs/blue" in process.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_of_a_model_on_the_hub_asks_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of the hub was imported before, with a network."""
+    import huggingface_hub
+
+    asked: list[Any] = []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: asked.append(_))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: asked.append(_))
+    arguments = ["erase", "Van Gogh", "--model", "owner/name", "--dry-run"]
+    result = CliRunner().invoke(app, arguments)
+    assert "does not hold it" in str(result.exception or result.output)
+    assert not asked
 
 
 @pytest.mark.parametrize(

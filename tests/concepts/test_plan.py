@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,6 +18,8 @@ from concept_eraser.concepts.neighbours import nearest
 from concept_eraser.concepts.plan import ErasurePlan, is_concept, make_plan, slug, slugs
 from concept_eraser.data import prompts
 from concept_eraser.evaluation import suite as suites
+from concept_eraser.methods.ngdiff import NGDiff
+from concept_eraser.methods.uce import UnifiedConceptEditing
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.runs import concept_job
 from concept_eraser.utils.errors import UserError
@@ -133,6 +136,29 @@ def test_the_users_settings_take_precedence() -> None:
     assert recipe.retain.loss == "distill"
     with pytest.raises(UserError, match="not both"):
         concept_job.recipe_content(plan, {"forget": "tiny_star"}, ())
+
+
+@dataclass(frozen=True)
+class OwnEdit(UnifiedConceptEditing):
+    """An edit that no name stands for."""
+
+
+def test_a_method_object_has_the_defaults_of_its_kind() -> None:
+    """One of the package is the same job as its name. Another edit has the defaults of edits."""
+    plan = make_plan(["star"])
+
+    def recipe_of(**keys: Any) -> recipes.Recipe:
+        return recipes.load(concept_job.recipe_content(plan, keys, ()))
+
+    edit = UnifiedConceptEditing(erase_scale=2.0)
+    name = {"name": "uce", "erase_scale": 2.0}
+    named = recipe_of(method=name)
+    assert recipe_of(method=edit).fingerprint == named.fingerprint
+    assert recipe_of(finish=edit).fingerprint == recipe_of(finish=name).fingerprint
+    own = recipe_of(method=OwnEdit())
+    assert own.has_objects
+    assert own.trainable == named.trainable
+    assert recipe_of(method=NGDiff()).fingerprint == recipe_of(method="ngdiff").fingerprint
 
 
 def test_general_concepts_use_the_shipped_lists() -> None:

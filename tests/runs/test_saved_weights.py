@@ -346,6 +346,22 @@ def test_a_model_in_memory_gets_its_pipeline(tiny: Any, tmp_path: Path) -> None:
     assert recipes.load(short()).weights_to_save() == "pipeline"
 
 
+def test_a_second_run_in_memory_has_the_first_as_its_original(tmp_path: Path) -> None:
+    first = concept_eraser.erase(lora_recipe(), output=tmp_path / "first")
+    model = first.load()
+    assert model.source == str(first.folder)
+    content = lora_recipe(save="lora")
+    del content["model"]
+    second = concept_eraser.erase(**content, model=model, output=tmp_path / "second")
+    assert second.recipe.model == str(first.folder)
+    assert same(api.load(second.recipe.model), api.load(first.folder))
+    assert same(api.load(second.folder), model)
+    assert model.source == str(second.folder)
+    model = api.load(second.folder, guard="negative:a star")
+    run = concept_eraser.erase(lora_recipe(), model=model, output=tmp_path / "third")
+    assert model.source == f"{run.folder} under negative:a star"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -580,16 +580,15 @@ def test_a_finished_run_with_a_gate_is_loaded_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, 2])
-def test_a_finished_run_has_the_name_that_it_had_after_training(
-    tmp_path: Path, lora: int | None
-) -> None:
+def test_a_model_has_the_name_of_its_original_in_results(tmp_path: Path, lora: int | None) -> None:
     """Otherwise results name the folder of the run on the machine that made them."""
     trained = {"select": "cross_attention", "lora": lora}
     content = short(
         trainable=trained, training__steps=1, save="changed" if lora is None else "lora"
     )
     run = concept_eraser.erase(content, output=tmp_path / "run")
-    assert runs.erased_model(run).source == run.model.source
+    assert runs.model_of(run) is run.model
+    assert runs.erased_model(run).source == run.model.source == run.recipe.model
 
 
 def test_a_setting_is_scored_by_retain_accuracy_and_concept_rate() -> None:

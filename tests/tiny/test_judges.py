@@ -17,6 +17,7 @@ from concept_eraser.tiny.clip2 import UNKNOWN, SecondClipNet, caption_words, tok
 from concept_eraser.tiny.judge2 import CLASSES, Block, load_judge2
 from concept_eraser.tiny.stages import STAGES, Stage
 from concept_eraser.tiny.stages.judge2 import draw_batch
+from concept_eraser.utils.errors import UserError
 
 
 def contrast(image: np.ndarray) -> float:
@@ -153,9 +154,19 @@ def test_a_stopped_training_ends_with_the_same_weights(name: str, tmp_path: Path
         assert {"accuracy_color", "none_noise_background", "kept_wiped_shape"} <= set(record)
     else:
         assert {"zero_shot_shape", "synonyms_right", "match_mean"} <= set(record)
+    with pytest.raises(UserError, match=r"other settings \(seed\); give another --work"):
+        build._train_only((name,), argparse.Namespace(**{**vars(args), "seed": 1}))
+    assert json.loads((tmp_path / "out" / f"{name}.json").read_text()) == record
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
     args = argparse.Namespace(work=tmp_path, output=None, seed=0, threads=1, shrink=1e-3)
     with pytest.raises(SystemExit, match="unknown part 'judge3'"):
         build._train_only(("judge3",), args)
+
+
+def test_a_part_of_unknown_settings_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "judge2.json").write_text("{}")
+    args = argparse.Namespace(work=tmp_path, output=None, seed=0, threads=1, shrink=1e-3)
+    with pytest.raises(UserError, match="the part judge2 with unknown settings"):
+        build._train_only(("judge2",), args)
