@@ -7,13 +7,13 @@ A caption that mentions a concept or one of its synonyms is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from concept_eraser.concepts.known import Kind, guess_kind, look_up, require_kind
-from concept_eraser.data import prompts
-from concept_eraser.utils.errors import UserError, quote
+from concept_eraser.concepts.known import Kind, guess_kind, look_up, plain_name, require_kind
+from concept_eraser.data import inflection, prompts
+from concept_eraser.utils.errors import UserError, names_text, quote
 
 RETAIN, HELD_OUT = "general", "general_held_out"  # shipped prompt sets
 NEIGHBOURS = 40  # captions of the evaluation that are nearest to the concept, measured apart
@@ -28,7 +28,7 @@ class GeneralConcept:
     """A concept with what the shipped lists say of it.
 
     Attributes:
-        name: As the user writes it.
+        name: As the user writes it, but of an object without article, and a known one in singular.
         kind: Its kind, with the templates.
         is_guessed: Whether the kind was guessed.
         anchor: What is generated instead.
@@ -45,8 +45,14 @@ class GeneralConcept:
 
     @property
     def words(self) -> list[str]:
-        """The name and the synonyms: captions that mention one are left out."""
-        return [self.name, *self.synonyms]
+        """The name and the synonyms: captions that mention one are left out.
+
+        A name such as "a clown" counts without its article too, but not a title such as The Who.
+        """
+        short = inflection.without_article(self.name)
+        is_title = self.name[0].isupper() and short[0].isupper()
+        names = [self.name] if is_title else [self.name, short]
+        return list(dict.fromkeys([*names, *self.synonyms]))
 
 
 def find(name: str, kind: str | None, anchor: str | None) -> GeneralConcept:
@@ -62,6 +68,9 @@ def find(name: str, kind: str | None, anchor: str | None) -> GeneralConcept:
     """
     entry = look_up(name)
     chosen_kind = require_kind(kind or guess_kind(name))
+    name = plain_name(name, chosen_kind.name)
+    if anchor is not None and chosen_kind.name == "object":  # the templates write an article
+        anchor = inflection.without_article(anchor)
     default = entry.anchor if entry and entry.kind == chosen_kind.name else chosen_kind.anchor
     concept = GeneralConcept(
         name=name,
@@ -75,12 +84,17 @@ def find(name: str, kind: str | None, anchor: str | None) -> GeneralConcept:
         ),
         neighbours=entry.neighbours if entry else (),
     )
-    if concept.anchor.casefold() in {word.casefold() for word in concept.words}:
+    if concept.anchor.casefold() in (names := {word.casefold() for word in concept.words}):
         raise UserError(
             f"the anchor concept {quote(concept.anchor)} is what shall be erased; give another "
-            "one, e.g. --anchor 'a person'"
+            f"one{_example(concept.kind, names)}"
         )
     return concept
+
+
+def _example(kind: Kind, erased: Container[str]) -> str:
+    """An example of an anchor of a kind for a message, or "" if that is erased."""
+    return "" if kind.anchor.casefold() in erased else f", e.g. --anchor {quote(kind.anchor)}"
 
 
 def find_all(
@@ -95,9 +109,13 @@ def find_all(
             that is erased too, its own anchor is used, or else that of the kind.
 
     Raises:
-        UserError: As `find`, or an anchor is erased.
+        UserError: As `find`, or a concept is given twice, or an anchor is erased.
     """
     concepts = [find(name, kind, anchor) for name, anchor in zip(names, anchors, strict=True)]
+    plain_names = [one.name.casefold() for one in concepts]
+    for i, one in enumerate(concepts):
+        if plain_names[i] in plain_names[:i]:
+            raise UserError(f"the concept {quote(one.name)} is given twice, as {names_text(names)}")
     erased = {word.casefold(): one for one in concepts for word in one.words}
     result = []
     for concept, given in zip(concepts, anchors, strict=True):
@@ -105,7 +123,7 @@ def find_all(
         if other := erased.get(anchor.casefold()):
             raise UserError(
                 f"the anchor concept {quote(anchor)} of {quote(concept.name)} is erased too, as "
-                f"{quote(other.name)}; give another one, e.g. --anchor 'a person'"
+                f"{quote(other.name)}; give another one{_example(concept.kind, erased)}"
             )
         result.append(replace(concept, anchor=anchor))
     return result

@@ -190,6 +190,57 @@ def test_an_unknown_concept_gets_the_anchor_of_its_kind() -> None:
         make_plan(["Zorblax"], model="./sd15", anchors=["zorblax"])
 
 
+@pytest.mark.parametrize("name", ["dogs", "a dog", "the dog", "Dogs", "The dogs"])
+def test_an_article_and_the_plural_do_not_count(name: str) -> None:
+    """The shipped entry is used, and no caption about dogs remains."""
+    plan = make_plan([name], model="./sd15")
+    (concept,) = plan.concepts
+    assert (concept.name.casefold(), concept.kind, concept.anchor) == ("dog", "object", "animal")
+    assert prompts.load(concept.objective["prompts"]).texts[0].casefold() == "a dog"
+    assert concept.synonyms == make_plan(["dog"], model="./sd15").concepts[0].synonyms
+    for texts in (prompts.load(plan.retain).texts, texts_of(plan, "retained")):
+        assert not any(prompts.mentions(text, ["dog", "canine"]) for text in texts)
+    with pytest.raises(UserError, match="'dog' is given twice"):
+        make_plan([name.lower(), "dog"], model="./sd15")
+
+
+def test_a_title_keeps_its_article() -> None:
+    for name, kind in (("The Starry Night", "style"), ("The Who", "person"), ("The Hulk", None)):
+        assert make_plan([name], model="./sd15", kind=kind).concepts[0].name == name
+    assert general.find("The Who", "person", None).words == ["The Who"]
+    assert general.find("a clown", "person", None).words == ["a clown", "clown"]
+    assert "Bruce Banner" in general.find("The Hulk", None, None).synonyms
+
+
+def test_the_anchor_of_an_object_has_no_article() -> None:
+    plan = make_plan(["dog"], model="./sd15", anchors=["a person"])
+    assert plan.settings["forget"]["anchor"] == {"concept": "person"}
+    with pytest.raises(UserError, match="'dog' is what shall be erased"):
+        make_plan(["dogs"], model="./sd15", anchors=["the dog"])
+
+
+def test_the_advice_names_an_anchor_of_the_kind() -> None:
+    for name, advice in (("dog", "--anchor 'object'"), ("Monet", "--anchor 'an unknown painter'")):
+        with pytest.raises(UserError, match=advice):
+            make_plan([name], model="./sd15", anchors=[name])
+    with pytest.raises(UserError, match=r"give another one$"):
+        make_plan(["object"], model="./sd15")
+
+
+@pytest.mark.parametrize("name", ["stars", "a star", "The Stars"])
+def test_the_bundled_model_knows_plurals(name: str) -> None:
+    assert make_plan([name]).concepts[0].name == "star"
+
+
+@pytest.mark.parametrize("attribute", ["shape", "color", "style"])
+def test_one_value_of_the_bundled_model_must_be_left(attribute: str) -> None:
+    values = list(bundled.VALUES[attribute])
+    with pytest.raises(UserError, match=f"leave at least one {attribute}"):
+        make_plan(values)
+    *erased, last = values
+    assert {one.anchor for one in make_plan(erased).concepts} == {last}
+
+
 def test_no_anchor_is_erased_itself() -> None:
     """A default is replaced by the anchor of the erased concept, or by that of the kind."""
     for names, anchors in (
