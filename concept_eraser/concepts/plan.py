@@ -110,6 +110,19 @@ class ErasurePlan:
         """The default name of the run folder."""
         return "_".join(slugs([concept.name for concept in self.concepts]))[:80]
 
+    def with_changes(self, objectives: Sequence[Mapping[str, Any]], retain: Any) -> ErasurePlan:
+        """The plan with the prompts and anchors of a recipe, where the user may have changed them.
+
+        Args:
+            objectives: `prompts` and `anchor` of each concept.
+            retain: The prompt set to preserve; None for a recipe without one.
+        """
+        concepts = [
+            replace(concept, anchor=_anchor_text(objective["anchor"]), objective=objective)
+            for concept, objective in zip(self.concepts, objectives, strict=True)
+        ]
+        return replace(self, concepts=tuple(concepts), retain=retain or {})
+
     def lines(self) -> list[str]:
         """The choices of the plan, for the user: four lines for one concept."""
         lines = []
@@ -127,11 +140,19 @@ class ErasurePlan:
                 f"forget:   {len(forget)} prompts, e.g. {forget.texts[0]!r}; evaluated on "
                 f"{len(direct)} others and the synonyms: {_listing(concept.synonyms)}"
             )
-        retain = prompts.load(self.retain)
-        lines.append(f"retain:   {len(retain)} captions, e.g. {retain.texts[0]!r}")
+        if self.retain:
+            retain = prompts.load(self.retain)
+            lines.append(f"retain:   {len(retain)} captions, e.g. {retain.texts[0]!r}")
+        else:
+            lines.append("retain:   no captions")
         close = dict.fromkeys(word for one in self.concepts for word in one.neighbours)
         lines.append(f"measured apart as neighbours: {_listing(list(close))}")
         return lines
+
+
+def _anchor_text(anchor: str | Mapping[str, str] | None) -> str:
+    """An anchor of a recipe as one text: what it writes in place of the concept."""
+    return ", ".join(anchor.values()) if isinstance(anchor, Mapping) else anchor or "none"
 
 
 def _listing(words: Sequence[str], most: int = 5) -> str:

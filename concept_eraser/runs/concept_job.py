@@ -190,6 +190,16 @@ def describe_count(name: str, count: int, n: int) -> str:
     return f"{text}; erasing it will change little" if count < RARE * n else text
 
 
+def plan_lines(plan: ErasurePlan, job: Recipe) -> list[str]:
+    """The lines of a plan, with the prompts and anchors that the recipe has after all overrides."""
+    objectives = [
+        objective.model_dump(include={"prompts", "anchor"}) for objective in job.forgotten
+    ]
+    if len(objectives) != len(plan.concepts) or any(one["prompts"] is None for one in objectives):
+        return plan.lines()
+    return plan.with_changes(objectives, job.retain and job.retain.prompts).lines()
+
+
 def announce(
     plan: ErasurePlan,
     job: Recipe,
@@ -215,7 +225,7 @@ def announce(
         else:
             notify(text)
 
-    for line in plan.lines():
+    for line in plan_lines(plan, job):
         say(line)
     size = file_megabytes(job, model.parts[job.target])
     if size is not None and job.trainable.lora is not None:

@@ -135,6 +135,28 @@ def test_the_users_settings_take_precedence() -> None:
         concept_job.recipe_content(plan, {"forget": "tiny_star"}, ())
 
 
+def test_the_lines_are_those_of_the_recipe() -> None:
+    """An override of the retain set, of the anchor or of the prompts is announced."""
+    plan = make_plan(["star"])
+
+    def lines(*changes: str, **keys: Any) -> str:
+        job = recipes.load(concept_job.recipe_content(plan, keys, changes))
+        return "\n".join(concept_job.plan_lines(plan, job))
+
+    assert lines() == "\n".join(plan.lines())
+    retained = prompts.load("tiny_rest")
+    for text in (lines(retain="tiny_rest"), lines("retain.prompts=tiny_rest")):
+        assert f"retain:   {len(retained)} captions, e.g. {retained.texts[0]!r}" in text
+    assert "anchor concept: moon" in lines('forget.anchor={"shape": "moon"}')
+    assert "anchor concept: a red moon" in lines("forget.anchor=a red moon")
+    assert "forget:   2 prompts, e.g. 'a star'" in lines(
+        'forget.prompts=["a star", "stars"]', "forget.anchor=a moon"
+    )
+    assert "retain:   no captions" in lines(
+        "method=a", "retain=null", "finish=none", "forget.loss=ascent", "forget.anchor=null"
+    )
+
+
 def test_general_concepts_use_the_shipped_lists() -> None:
     plan = make_plan(["Van Gogh"], model="./sd15", kind="style")
     (concept,) = plan.concepts
