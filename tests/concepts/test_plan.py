@@ -344,6 +344,15 @@ def test_what_is_a_concept_and_what_a_recipe(tmp_path: Path) -> None:
         is_concept("tiny_star_mumba")
 
 
+def test_a_file_named_as_a_concept_is_no_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fish").touch()
+    assert is_concept("fish")
+    assert not is_concept("./fish")
+
+
 def test_slugs() -> None:
     for name, expected in (
         ("star", "star"),
