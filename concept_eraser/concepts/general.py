@@ -7,11 +7,19 @@ A caption that mentions a concept or one of its synonyms is left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from concept_eraser.concepts.known import Kind, guess_kind, look_up, plain_name, require_kind
+from concept_eraser.concepts.known import (
+    Kind,
+    KnownConcept,
+    guess_kind,
+    look_up,
+    plain_name,
+    require_kind,
+)
 from concept_eraser.data import inflection, prompts
 from concept_eraser.utils.errors import UserError, names_text, quote
 
@@ -68,6 +76,8 @@ def find(name: str, kind: str | None, anchor: str | None) -> GeneralConcept:
     """
     entry = look_up(name)
     chosen_kind = require_kind(kind or guess_kind(name))
+    if entry and _is_work(name, entry) and chosen_kind.name == "object":
+        entry = None  # a work of the artist, not the artist
     name = plain_name(name, chosen_kind.name)
     if anchor is not None and chosen_kind.name == "object":  # the templates write an article
         anchor = inflection.without_article(anchor)
@@ -90,6 +100,23 @@ def find(name: str, kind: str | None, anchor: str | None) -> GeneralConcept:
             f"one{_example(concept.kind, names)}"
         )
     return concept
+
+
+def _is_work(name: str, entry: KnownConcept) -> bool:
+    """Whether a name may be that of a work: another word for an artist, with no word in common."""
+    words = [set(re.findall(r"\w+", text.casefold())) for text in (name, entry.name)]
+    return entry.kind == "style" and entry.name[0].isupper() and not words[0] & words[1]
+
+
+def warning(concept: GeneralConcept) -> str:
+    """What a user may not expect of a concept whose kind was guessed, or ""."""
+    entry = look_up(concept.name)
+    if entry is None or not concept.is_guessed or not _is_work(concept.name, entry):
+        return ""
+    return (
+        f"{quote(concept.name)} is taken as another word for {entry.name}, and that style is "
+        "erased; give --kind object to erase a work of this name"
+    )
 
 
 def _example(kind: Kind, erased: Container[str]) -> str:

@@ -27,6 +27,7 @@ LONGEST = 200  # characters of a concept's name
 LONGEST_SLUG = 60  # characters of a name in a file name
 MOST = 50  # concepts in one plan
 LEAST_IMAGES = 2  # of a group of a suite
+WARNING = "warning: "  # the beginning of a line
 SUITE, SUITES = "suite.yaml", "suites"  # of one concept, and the folder of those of several
 
 
@@ -56,6 +57,7 @@ class ConceptPlan:
         neighbours: What is measured apart as close to the concept.
         objective: The objective in the recipe: prompts and anchor.
         suite: The content of the evaluation suite.
+        warning: What the user may not expect, or "".
     """
 
     name: str
@@ -66,6 +68,7 @@ class ConceptPlan:
     neighbours: Sequence[str]
     objective: Mapping[str, Any]
     suite: Mapping[str, Any]
+    warning: str = ""
 
     def with_images(self, n: int) -> ConceptPlan:
         """The plan with n images in each group of its suite."""
@@ -124,7 +127,7 @@ class ErasurePlan:
         return replace(self, concepts=tuple(concepts), retain=retain or {})
 
     def lines(self) -> list[str]:
-        """The choices of the plan, for the user: four lines for one concept."""
+        """The choices of the plan, for the user: four lines for one concept, and its warning."""
         lines = []
         for concept in self.concepts:
             guess = ", guessed" if concept.is_guessed else ""
@@ -132,6 +135,8 @@ class ErasurePlan:
                 f"concept:  {concept.name} ({concept.kind}{guess}); "
                 f"anchor concept: {concept.anchor}"
             )
+            if concept.warning:
+                lines.append(f"{WARNING} {concept.warning}")
             forget, direct = (
                 prompts.load(concept.objective["prompts"]),
                 prompts.load(concept.suite["groups"]["direct"]["prompts"]),
@@ -344,6 +349,7 @@ def _general_plan(
                 neighbours=[*general.remaining_neighbours(concept, concepts), *close],
                 objective=objective,
                 suite=general.suite(concept, concepts, close),
+                warning=general.warning(concept),
             )
         )
     return ErasurePlan(model, tuple(plans), general.retain_prompts(concepts))

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from concept_eraser.concepts.plan import SUITE, SUITES, ErasurePlan, is_concept
+from concept_eraser.concepts.plan import SUITE, SUITES, WARNING, ErasurePlan, is_concept
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Suite
 from concept_eraser.models.base import Model, onto_gpu
@@ -226,7 +226,7 @@ def announce(
             notify(text)
 
     for line in plan_lines(plan, job):
-        say(line)
+        say(line, logging.WARNING if line.startswith(WARNING) else logging.INFO)
     size = file_megabytes(job, model.parts[job.target])
     if size is not None and job.trainable.lora is not None:
         say(f"LoRA:     rank {job.trainable.lora.rank}, a file of about {size:.3g} MB in fp32")

@@ -234,6 +234,21 @@ def test_a_title_keeps_its_article() -> None:
     assert "Bruce Banner" in general.find("The Hulk", None, None).synonyms
 
 
+def test_a_painting_is_erased_as_a_style_or_as_an_object() -> None:
+    """Its name is another word for its painter, unless the user gives the kind object."""
+    plan = make_plan(["Mona Lisa"], model="./sd15")
+    assert plan.concepts[0].kind == "style"
+    (line,) = [line for line in plan.lines() if line.startswith("warning:  'Mona Lisa'")]
+    assert "another word for Leonardo da Vinci" in line
+    for name in ("Leonardo da Vinci", "Claude Monet", "trout", "aquarelle"):
+        assert not make_plan([name], model="./sd15").concepts[0].warning
+    plan = make_plan(["Mona Lisa"], model="./sd15", kind="object")
+    (concept,) = plan.concepts
+    assert not concept.warning
+    assert (list(concept.synonyms), list(concept.neighbours)) == ([], [])
+    assert plan.retain["without"] == ["Mona Lisa"]
+
+
 def test_the_anchor_of_an_object_has_no_article() -> None:
     plan = make_plan(["dog"], model="./sd15", anchors=["a person"])
     assert plan.settings["forget"]["anchor"] == {"concept": "person"}
