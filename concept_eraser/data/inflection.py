@@ -24,8 +24,8 @@ _IRREGULAR = {
     "octopus": "octopi",
     "hippopotamus": "hippopotami",
 }
-_VES = ("leaf", "loaf", "sheaf", "thief", "wolf", "calf", "half", "elf", "scarf", "wharf", "dwarf")
-_VES += ("hoof", "knife", "life", "wife")
+_F, _FE = "leaf loaf sheaf thief wolf calf half elf scarf wharf dwarf hoof", "knife life wife"
+_VES = tuple(f"{_F} {_FE}".split())  # ends of words with a plural in ves
 _NO_PLURAL = ("ss", "us", "is", "news", "lens", "gas")  # ends of words in s that are singular
 _SHORTEST = 4  # letters of a plural
 _ARTICLE = re.compile(r"(?:an?|the)\s+(?=\S)", re.IGNORECASE)
