@@ -387,10 +387,26 @@ def _source_of(point: EntryPoint) -> Path | None:
 
 
 def options(plugin: type[Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the options of a plug-in: name -> (type, default). A missing default is MISSING."""
+    """Return the options of a plug-in: name -> (type, default). A missing default is MISSING.
+
+    Raises:
+        UserError: An option is called `name`, which is the key of the plug-in itself in a file. Or
+            an annotation has a name that is not defined while the program runs.
+    """
     if not is_dataclass(plugin):
         return {}
-    hints = typing.get_type_hints(plugin)
+    if any(f.name == "name" and f.init for f in fields(plugin)):
+        raise UserError(
+            f"the class {plugin.__qualname__} has an option `name`, which in a recipe is the name "
+            "of the plug-in; give the option another name"
+        )
+    try:
+        hints = typing.get_type_hints(plugin)
+    except NameError as error:
+        raise UserError(
+            f"the class {plugin.__qualname__} has an annotation with {quote(error.name)}, which is "
+            "not defined while the program runs; import it outside `if TYPE_CHECKING:`"
+        ) from error
     return {f.name: (hints[f.name], _default(f)) for f in fields(plugin) if f.init}
 
 
@@ -408,9 +424,9 @@ def problems(kind: str, name: str, option_values: Mapping[str, Any]) -> list[str
         return [unknown_message(kind, name, [*names(kind), *named(kind)])]
     try:
         plugin = load(kind, name)
+        annotations = options(plugin)
     except UserError as error:
         return [str(error)]
-    annotations = options(plugin)
     mistakes = [
         unknown_message(f"option of {kind} {name!r}", key, annotations)
         for key in option_values
@@ -546,6 +562,7 @@ def read(kind: str, value: Any) -> Plugin:
 
     Raises:
         ValueError: The value is none of these. `problems` checks names and options.
+        UserError: The options of the object's class cannot be read.
     """
     if isinstance(value, Plugin) and value.kind == kind:
         return value

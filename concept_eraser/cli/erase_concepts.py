@@ -116,13 +116,13 @@ def dry_run(
         images=request.images,
     )
     folder = output or Path("runs") / plan.folder_name
-    typer.echo("\n".join(plan.lines()))
+    job = recipes.load(concept_job.recipe_content(plan, {}, request.overrides))
+    typer.echo("\n".join(concept_job.plan_lines(plan, job)))
     typer.echo("more neighbours are chosen by the model's text encoder when the run starts")
     for name, text in concept_job.suite_texts(plan, folder).items():
         typer.echo(f"\n# {folder / name}\n{text}")
-    content = concept_job.recipe_content(plan, {}, request.overrides)
     dry_run_report.show(
-        recipes.load(content),
+        job,
         folder,
         allow_pickle=allow_pickle,
         two_steps=two_steps,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from concept_eraser.concepts.known import KindName
+from concept_eraser.data import inflection
 from concept_eraser.tiny import painter
 from concept_eraser.utils.errors import UserError, names_text, quote
 
@@ -56,14 +57,17 @@ class BundledConcept:
 def find(text: str) -> BundledConcept:
     """Return the concept of a word. A synonym gives the value that it is a synonym of.
 
+    A leading article and the plural do not count.
+
     Raises:
         UserError: The bundled model does not know the word.
     """
     word = " ".join(text.split()).casefold()
-    for attribute, values in VALUES.items():
-        for value in values:
-            if word in (value, *synonyms(BundledConcept(attribute, value))):
-                return BundledConcept(attribute, value)
+    concepts = [BundledConcept(key, one) for key, values in VALUES.items() for one in values]
+    for spelling in inflection.spellings(word):
+        for concept in concepts:
+            if spelling in (concept.value, *synonyms(concept)):
+                return concept
     vocabulary = "; ".join(f"{key}: {', '.join(values)}" for key, values in VALUES.items())
     known = [value for values in VALUES.values() for value in values]
     close = difflib.get_close_matches(word[:200], known, n=1, cutoff=0.7)
@@ -88,13 +92,17 @@ def anchor_of(concept: BundledConcept, erased: Sequence[BundledConcept], anchor:
     """Return the anchor concept: `anchor`, or the default of the attribute.
 
     Raises:
-        UserError: `anchor` is no value of the attribute, or is erased itself.
+        UserError: `anchor` is no value of the attribute, or is erased itself, or all are erased.
     """
     erased_values = {one.value for one in erased if one.attribute == concept.attribute}
-    if anchor is None:
-        others = (*ANCHORS[concept.attribute], *VALUES[concept.attribute])
-        return next(value for value in others if value not in erased_values)
     choices = [value for value in VALUES[concept.attribute] if value not in erased_values]
+    if not choices:
+        raise UserError(
+            f"every {concept.attribute} of the bundled model is erased, and none is left as an "
+            f"anchor; leave at least one {concept.attribute}"
+        )
+    if anchor is None:
+        return next(value for value in (*ANCHORS[concept.attribute], *choices) if value in choices)
     if anchor not in choices:
         raise UserError(
             f"the anchor concept {quote(anchor)} of {concept.value!r} is no other "

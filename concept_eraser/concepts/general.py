@@ -7,13 +7,21 @@ A caption that mentions a concept or one of its synonyms is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from concept_eraser.concepts.known import Kind, guess_kind, look_up, require_kind
-from concept_eraser.data import prompts
-from concept_eraser.utils.errors import UserError, quote
+from concept_eraser.concepts.known import (
+    Kind,
+    KnownConcept,
+    guess_kind,
+    look_up,
+    plain_name,
+    require_kind,
+)
+from concept_eraser.data import inflection, prompts
+from concept_eraser.utils.errors import UserError, names_text, quote
 
 RETAIN, HELD_OUT = "general", "general_held_out"  # shipped prompt sets
 NEIGHBOURS = 40  # captions of the evaluation that are nearest to the concept, measured apart
@@ -28,7 +36,7 @@ class GeneralConcept:
     """A concept with what the shipped lists say of it.
 
     Attributes:
-        name: As the user writes it.
+        name: As the user writes it, but of an object without article, and a known one in singular.
         kind: Its kind, with the templates.
         is_guessed: Whether the kind was guessed.
         anchor: What is generated instead.
@@ -45,8 +53,14 @@ class GeneralConcept:
 
     @property
     def words(self) -> list[str]:
-        """The name and the synonyms: captions that mention one are left out."""
-        return [self.name, *self.synonyms]
+        """The name and the synonyms: captions that mention one are left out.
+
+        A name such as "a clown" counts without its article too, but not a title such as The Who.
+        """
+        short = inflection.without_article(self.name)
+        is_title = self.name[0].isupper() and short[0].isupper()
+        names = [self.name] if is_title else [self.name, short]
+        return list(dict.fromkeys([*names, *self.synonyms]))
 
 
 def find(name: str, kind: str | None, anchor: str | None) -> GeneralConcept:
@@ -62,6 +76,11 @@ def find(name: str, kind: str | None, anchor: str | None) -> GeneralConcept:
     """
     entry = look_up(name)
     chosen_kind = require_kind(kind or guess_kind(name))
+    if entry and _is_work(name, entry) and chosen_kind.name == "object":
+        entry = None  # a work of the artist, not the artist
+    name = plain_name(name, chosen_kind.name)
+    if anchor is not None and chosen_kind.name == "object":  # the templates write an article
+        anchor = inflection.without_article(anchor)
     default = entry.anchor if entry and entry.kind == chosen_kind.name else chosen_kind.anchor
     concept = GeneralConcept(
         name=name,
@@ -75,12 +94,34 @@ def find(name: str, kind: str | None, anchor: str | None) -> GeneralConcept:
         ),
         neighbours=entry.neighbours if entry else (),
     )
-    if concept.anchor.casefold() in {word.casefold() for word in concept.words}:
+    if concept.anchor.casefold() in (names := {word.casefold() for word in concept.words}):
         raise UserError(
             f"the anchor concept {quote(concept.anchor)} is what shall be erased; give another "
-            "one, e.g. --anchor 'a person'"
+            f"one{_example(concept.kind, names)}"
         )
     return concept
+
+
+def _is_work(name: str, entry: KnownConcept) -> bool:
+    """Whether a name may be that of a work: another word for an artist, with no word in common."""
+    words = [set(re.findall(r"\w+", text.casefold())) for text in (name, entry.name)]
+    return entry.kind == "style" and entry.name[0].isupper() and not words[0] & words[1]
+
+
+def warning(concept: GeneralConcept) -> str:
+    """What a user may not expect of a concept whose kind was guessed, or ""."""
+    entry = look_up(concept.name)
+    if entry is None or not concept.is_guessed or not _is_work(concept.name, entry):
+        return ""
+    return (
+        f"{quote(concept.name)} is taken as another word for {entry.name}, and that style is "
+        "erased; give --kind object to erase a work of this name"
+    )
+
+
+def _example(kind: Kind, erased: Container[str]) -> str:
+    """An example of an anchor of a kind for a message, or "" if that is erased."""
+    return "" if kind.anchor.casefold() in erased else f", e.g. --anchor {quote(kind.anchor)}"
 
 
 def find_all(
@@ -95,9 +136,13 @@ def find_all(
             that is erased too, its own anchor is used, or else that of the kind.
 
     Raises:
-        UserError: As `find`, or an anchor is erased.
+        UserError: As `find`, or a concept is given twice, or an anchor is erased.
     """
     concepts = [find(name, kind, anchor) for name, anchor in zip(names, anchors, strict=True)]
+    plain_names = [one.name.casefold() for one in concepts]
+    for i, one in enumerate(concepts):
+        if plain_names[i] in plain_names[:i]:
+            raise UserError(f"the concept {quote(one.name)} is given twice, as {names_text(names)}")
     erased = {word.casefold(): one for one in concepts for word in one.words}
     result = []
     for concept, given in zip(concepts, anchors, strict=True):
@@ -105,7 +150,7 @@ def find_all(
         if other := erased.get(anchor.casefold()):
             raise UserError(
                 f"the anchor concept {quote(anchor)} of {quote(concept.name)} is erased too, as "
-                f"{quote(other.name)}; give another one, e.g. --anchor 'a person'"
+                f"{quote(other.name)}; give another one{_example(concept.kind, erased)}"
             )
         result.append(replace(concept, anchor=anchor))
     return result

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
+from concept_eraser.data import inflection
 from concept_eraser.storage.readers import read_yaml
 from concept_eraser.utils.errors import unknown
 
@@ -85,8 +86,35 @@ def known_concepts() -> Mapping[str, KnownConcept]:
 
 
 def look_up(concept: str) -> KnownConcept | None:
-    """The known concept of this name or synonym, or None."""
-    return known_concepts().get(" ".join(concept.split()).casefold())
+    """The known concept of this name or synonym, or None.
+
+    A leading article and the plural do not count, unless the list has the name with them.
+
+    Example:
+        >>> look_up("the dogs").name
+        'dog'
+    """
+    return known_concepts().get(_listed(concept).casefold())
+
+
+def _listed(concept: str) -> str:
+    """Return the first spelling of a name that the shipped list has, or else the name itself."""
+    name = " ".join(concept.split())
+    spellings = inflection.spellings(name)
+    return next((one for one in spellings if one.casefold() in known_concepts()), name)
+
+
+def plain_name(concept: str, kind: KindName) -> str:
+    """Return the name as the templates of a kind need it.
+
+    Those of objects write an article before a singular. Those of other kinds need the name as it
+    is, e.g. The Beatles.
+
+    Example:
+        >>> plain_name("the churches", "object")
+        'church'
+    """
+    return inflection.without_article(_listed(concept)) if kind == "object" else concept
 
 
 def guess_kind(concept: str) -> KindName:

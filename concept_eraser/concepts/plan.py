@@ -27,6 +27,7 @@ LONGEST = 200  # characters of a concept's name
 LONGEST_SLUG = 60  # characters of a name in a file name
 MOST = 50  # concepts in one plan
 LEAST_IMAGES = 2  # of a group of a suite
+WARNING = "warning: "  # the beginning of a line
 SUITE, SUITES = "suite.yaml", "suites"  # of one concept, and the folder of those of several
 
 
@@ -56,6 +57,7 @@ class ConceptPlan:
         neighbours: What is measured apart as close to the concept.
         objective: The objective in the recipe: prompts and anchor.
         suite: The content of the evaluation suite.
+        warning: What the user may not expect, or "".
     """
 
     name: str
@@ -66,6 +68,7 @@ class ConceptPlan:
     neighbours: Sequence[str]
     objective: Mapping[str, Any]
     suite: Mapping[str, Any]
+    warning: str = ""
 
     def with_images(self, n: int) -> ConceptPlan:
         """The plan with n images in each group of its suite."""
@@ -110,8 +113,21 @@ class ErasurePlan:
         """The default name of the run folder."""
         return "_".join(slugs([concept.name for concept in self.concepts]))[:80]
 
+    def with_changes(self, objectives: Sequence[Mapping[str, Any]], retain: Any) -> ErasurePlan:
+        """The plan with the prompts and anchors of a recipe, where the user may have changed them.
+
+        Args:
+            objectives: `prompts` and `anchor` of each concept.
+            retain: The prompt set to preserve; None for a recipe without one.
+        """
+        concepts = [
+            replace(concept, anchor=_anchor_text(objective["anchor"]), objective=objective)
+            for concept, objective in zip(self.concepts, objectives, strict=True)
+        ]
+        return replace(self, concepts=tuple(concepts), retain=retain or {})
+
     def lines(self) -> list[str]:
-        """The choices of the plan, for the user: four lines for one concept."""
+        """The choices of the plan, for the user: four lines for one concept, and its warning."""
         lines = []
         for concept in self.concepts:
             guess = ", guessed" if concept.is_guessed else ""
@@ -119,6 +135,8 @@ class ErasurePlan:
                 f"concept:  {concept.name} ({concept.kind}{guess}); "
                 f"anchor concept: {concept.anchor}"
             )
+            if concept.warning:
+                lines.append(f"{WARNING} {concept.warning}")
             forget, direct = (
                 prompts.load(concept.objective["prompts"]),
                 prompts.load(concept.suite["groups"]["direct"]["prompts"]),
@@ -127,11 +145,19 @@ class ErasurePlan:
                 f"forget:   {len(forget)} prompts, e.g. {forget.texts[0]!r}; evaluated on "
                 f"{len(direct)} others and the synonyms: {_listing(concept.synonyms)}"
             )
-        retain = prompts.load(self.retain)
-        lines.append(f"retain:   {len(retain)} captions, e.g. {retain.texts[0]!r}")
+        if self.retain:
+            retain = prompts.load(self.retain)
+            lines.append(f"retain:   {len(retain)} captions, e.g. {retain.texts[0]!r}")
+        else:
+            lines.append("retain:   no captions")
         close = dict.fromkeys(word for one in self.concepts for word in one.neighbours)
         lines.append(f"measured apart as neighbours: {_listing(list(close))}")
         return lines
+
+
+def _anchor_text(anchor: str | Mapping[str, str] | None) -> str:
+    """An anchor of a recipe as one text: what it writes in place of the concept."""
+    return ", ".join(anchor.values()) if isinstance(anchor, Mapping) else anchor or "none"
 
 
 def _listing(words: Sequence[str], most: int = 5) -> str:
@@ -323,6 +349,7 @@ def _general_plan(
                 neighbours=[*general.remaining_neighbours(concept, concepts), *close],
                 objective=objective,
                 suite=general.suite(concept, concepts, close),
+                warning=general.warning(concept),
             )
         )
     return ErasurePlan(model, tuple(plans), general.retain_prompts(concepts))

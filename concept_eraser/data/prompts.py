@@ -54,7 +54,7 @@ from typing import Any
 
 import numpy as np
 
-from concept_eraser.data import tables, templates
+from concept_eraser.data import inflection, tables, templates
 from concept_eraser.storage.readers import read_text, read_yaml
 from concept_eraser.utils import limits, resources
 from concept_eraser.utils.errors import (
@@ -358,7 +358,7 @@ def _included(name: str) -> tuple[Prompt, ...]:
 def mentions(text: str, words: Iterable[str]) -> bool:
     """Whether a text has one of some words or phrases as whole words.
 
-    Case does not count. A word also matches its plural in s or es.
+    Case does not count. A word also matches its plural, and a plural its singular.
 
     Example:
         >>> mentions("two Stars over a church", ["star"])
@@ -370,7 +370,10 @@ def mentions(text: str, words: Iterable[str]) -> bool:
 
 def mention_pattern(words: Iterable[str]) -> re.Pattern[str] | None:
     """The expression that `mentions` looks for in a casefolded text; None for no words."""
-    choices = "|".join(re.escape(word.strip().casefold()) for word in words)
+    names = [word.strip().casefold() for word in words]
+    names = [one for name in names for one in (name, *inflection.singulars(name))]
+    forms = dict.fromkeys(one for name in names for one in (name, *inflection.plurals(name)))
+    choices = "|".join(map(re.escape, forms))
     return re.compile(rf"(?<!\w)(?:{choices})(?:e?s)?(?!\w)") if choices else None
 
 

@@ -106,7 +106,7 @@ def judge_images(
 def _is_bundled(base: str) -> bool:
     """Whether a model is the bundled one, one of its controls, or a run that began with it."""
     try:
-        return base in base_model.BUNDLED_MODELS or base_model.is_bundled(base)
+        return base_model.is_bundled(base)
     except UserError:
         return False
 

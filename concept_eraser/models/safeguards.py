@@ -98,7 +98,7 @@ class Guard:
     def read(cls, spec: str) -> Guard:
         """Read a safeguard from `kind:text`.
 
-        Raises UserError for another form or an unknown kind. No file is read.
+        Raises UserError for another form, an unknown kind or no text to avoid. No file is read.
         """
         kind, colon, text = spec.partition(":")
         if not colon or not text.strip():
@@ -110,6 +110,8 @@ class Guard:
             raise unknown("safeguard", kind[:200], KINDS)
         if kind in GATE_KINDS:
             prompt_gate.split(text)
+        if kind.startswith("safree"):
+            state_safeguards.texts_to_avoid(text)
         return cls(kind, text.strip())
 
     def __str__(self) -> str:

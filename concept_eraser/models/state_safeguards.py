@@ -53,7 +53,7 @@ from torch.nn.functional import cosine_similarity
 
 from concept_eraser.models import cross_attention
 from concept_eraser.models.base import Condition
-from concept_eraser.utils.errors import UserError
+from concept_eraser.utils.errors import UserError, quote
 
 SHIFT = (100.0, 0.93, 2.0)  # AdaVD: slope, centre and limit of the shift
 TRIGGER = 0.01  # SAFREE: how much a token's distance exceeds the mean of the others'
@@ -164,15 +164,29 @@ def safree_steps(states: Tensor, projected: Tensor, steps: int) -> int:
     return math.ceil((1 + round(SAFREE_STEPS * share)) * steps / STEPS)
 
 
+def texts_to_avoid(text: str) -> list[str]:
+    """Return the texts to avoid of SAFREE, which have commas between them.
+
+    Raises UserError if there is none.
+    """
+    texts = [part.strip() for part in text.split(",") if part.strip()]
+    if not texts:
+        raise UserError(
+            f"the safeguard 'safree' has no text to avoid in {quote(text)}; write the texts with "
+            "commas between them, e.g. 'safree:star,moon'"
+        )
+    return texts
+
+
 @contextmanager
 def filtered(model: Any, text: str, prompts: Any, *, validated: bool = False) -> Iterator[None]:
     """Sample images of these prompts under SAFREE inside the context.
 
-    Raises UserError if the prompts are states instead of texts.
+    Raises UserError if the prompts are states instead of texts, or `text` names nothing.
     """
     if not isinstance(prompts, Sequence):
         raise UserError("the safeguard 'safree' reads the words of a prompt; sample from texts")
-    concepts = _pooled(model, [part.strip() for part in text.split(",") if part.strip()])
+    concepts = _pooled(model, texts_to_avoid(text))
     changed, steps = [], []
     for prompt in prompts:
         tokens = model.tokenize([prompt])

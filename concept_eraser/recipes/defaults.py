@@ -209,9 +209,9 @@ def family_of(source: str, chain: int = 0) -> str | None:
     from concept_eraser.storage.base_model import BUNDLED_MODELS
     from concept_eraser.tiny import published
 
-    if source in BUNDLED_MODELS:
-        return "sd"
     place = path_redaction.base_of(source)
+    if place in BUNDLED_MODELS:
+        return "sd"
     indices = [Path(place) / "pipeline" / "model_index.json", Path(place) / "model_index.json"]
     if hub.is_id(place):
         repository, revision = hub.split(place)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from concept_eraser import registry
-from concept_eraser.concepts.plan import SUITE, SUITES, ErasurePlan, is_concept
+from concept_eraser.concepts.plan import SUITE, SUITES, WARNING, ErasurePlan, is_concept
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import Suite
 from concept_eraser.models.base import Model, onto_gpu
@@ -208,6 +208,16 @@ def describe_count(name: str, count: int, n: int) -> str:
     return f"{text}; erasing it will change little" if count < RARE * n else text
 
 
+def plan_lines(plan: ErasurePlan, job: Recipe) -> list[str]:
+    """The lines of a plan, with the prompts and anchors that the recipe has after all overrides."""
+    objectives = [
+        objective.model_dump(include={"prompts", "anchor"}) for objective in job.forgotten
+    ]
+    if len(objectives) != len(plan.concepts) or any(one["prompts"] is None for one in objectives):
+        return plan.lines()
+    return plan.with_changes(objectives, job.retain and job.retain.prompts).lines()
+
+
 def announce(
     plan: ErasurePlan,
     job: Recipe,
@@ -233,8 +243,8 @@ def announce(
         else:
             notify(text)
 
-    for line in plan.lines():
-        say(line)
+    for line in plan_lines(plan, job):
+        say(line, logging.WARNING if line.startswith(WARNING) else logging.INFO)
     size = file_megabytes(job, model.parts[job.target])
     if size is not None and job.trainable.lora is not None:
         say(f"LoRA:     rank {job.trainable.lora.rank}, a file of about {size:.3g} MB in fp32")

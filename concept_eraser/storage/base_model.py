@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from concept_eraser.storage.readers import read_yaml
-from concept_eraser.utils import path_redaction
+from concept_eraser.utils import path_redaction, resources
 
 BUNDLED = "tiny-sd"
 # models that never learned a concept, and what their training left out
@@ -32,18 +33,25 @@ LONGEST_CHAIN = 50  # runs one after the other, each from the result of the one 
 
 
 def is_bundled(model: object) -> bool:
-    """Whether this is the bundled model, or a run folder that began with it.
+    """Whether this is a bundled model, its folder, or a run folder that began with it.
+
+    A file on a bundled model as its base counts too.
 
     Raises UserError for a run folder whose recipe is no YAML.
     """
     for _ in range(LONGEST_CHAIN):
-        if model == BUNDLED:
-            return True
         if not isinstance(model, str):
             return False
-        recipe = Path(path_redaction.base_of(model)) / "recipe.yaml"
+        base = path_redaction.base_of(model)
+        if base in BUNDLED_MODELS or os.path.realpath(base) == _folder():
+            return True
+        recipe = Path(base) / "recipe.yaml"
         content = read_yaml(recipe) if recipe.is_file() else None
         if not isinstance(content, dict):
             return False
         model = content.get("model", BUNDLED)
     return False
+
+
+def _folder() -> str:
+    return os.path.realpath(resources.tiny_weights() / BUNDLED)

@@ -80,12 +80,11 @@ def _is_run(kind: str, name: str) -> bool:
 
 
 def is_file_name(kind: str, name: str) -> bool:
-    """Whether a text is the name of a shipped data file, or has the form of a path."""
-    return (
-        is_path("prompts", name)  # whose endings are those of all kinds
-        or os.path.isfile(name)
-        or name in names(kind)
-    )
+    """Whether a text is the name of a shipped data file, or has the form of a path.
+
+    A file of the working folder whose name has no ending of data files does not count.
+    """
+    return is_path("prompts", name) or name in names(kind)  # prompts have the endings of all kinds
 
 
 def cache() -> Path:

@@ -161,6 +161,28 @@ def test_a_method_object_has_the_defaults_of_its_kind() -> None:
     assert recipe_of(method=NGDiff()).fingerprint == recipe_of(method="ngdiff").fingerprint
 
 
+def test_the_lines_are_those_of_the_recipe() -> None:
+    """An override of the retain set, of the anchor or of the prompts is announced."""
+    plan = make_plan(["star"])
+
+    def lines(*changes: str, **keys: Any) -> str:
+        job = recipes.load(concept_job.recipe_content(plan, keys, changes))
+        return "\n".join(concept_job.plan_lines(plan, job))
+
+    assert lines() == "\n".join(plan.lines())
+    retained = prompts.load("tiny_rest")
+    for text in (lines(retain="tiny_rest"), lines("retain.prompts=tiny_rest")):
+        assert f"retain:   {len(retained)} captions, e.g. {retained.texts[0]!r}" in text
+    assert "anchor concept: moon" in lines('forget.anchor={"shape": "moon"}')
+    assert "anchor concept: a red moon" in lines("forget.anchor=a red moon")
+    assert "forget:   2 prompts, e.g. 'a star'" in lines(
+        'forget.prompts=["a star", "stars"]', "forget.anchor=a moon"
+    )
+    assert "retain:   no captions" in lines(
+        "method=a", "retain=null", "finish=none", "forget.loss=ascent", "forget.anchor=null"
+    )
+
+
 def test_general_concepts_use_the_shipped_lists() -> None:
     plan = make_plan(["Van Gogh"], model="./sd15", kind="style")
     (concept,) = plan.concepts
@@ -214,6 +236,72 @@ def test_an_unknown_concept_gets_the_anchor_of_its_kind() -> None:
         make_plan(["Zorblax"], model="./sd15", kind="animal")
     with pytest.raises(UserError, match="what shall be erased"):
         make_plan(["Zorblax"], model="./sd15", anchors=["zorblax"])
+
+
+@pytest.mark.parametrize("name", ["dogs", "a dog", "the dog", "Dogs", "The dogs"])
+def test_an_article_and_the_plural_do_not_count(name: str) -> None:
+    """The shipped entry is used, and no caption about dogs remains."""
+    plan = make_plan([name], model="./sd15")
+    (concept,) = plan.concepts
+    assert (concept.name.casefold(), concept.kind, concept.anchor) == ("dog", "object", "animal")
+    assert prompts.load(concept.objective["prompts"]).texts[0].casefold() == "a dog"
+    assert concept.synonyms == make_plan(["dog"], model="./sd15").concepts[0].synonyms
+    for texts in (prompts.load(plan.retain).texts, texts_of(plan, "retained")):
+        assert not any(prompts.mentions(text, ["dog", "canine"]) for text in texts)
+    with pytest.raises(UserError, match="'dog' is given twice"):
+        make_plan([name.lower(), "dog"], model="./sd15")
+
+
+def test_a_title_keeps_its_article() -> None:
+    for name, kind in (("The Starry Night", "style"), ("The Who", "person"), ("The Hulk", None)):
+        assert make_plan([name], model="./sd15", kind=kind).concepts[0].name == name
+    assert general.find("The Who", "person", None).words == ["The Who"]
+    assert general.find("a clown", "person", None).words == ["a clown", "clown"]
+    assert "Bruce Banner" in general.find("The Hulk", None, None).synonyms
+
+
+def test_a_painting_is_erased_as_a_style_or_as_an_object() -> None:
+    """Its name is another word for its painter, unless the user gives the kind object."""
+    plan = make_plan(["Mona Lisa"], model="./sd15")
+    assert plan.concepts[0].kind == "style"
+    (line,) = [line for line in plan.lines() if line.startswith("warning:  'Mona Lisa'")]
+    assert "another word for Leonardo da Vinci" in line
+    for name in ("Leonardo da Vinci", "Claude Monet", "trout", "aquarelle"):
+        assert not make_plan([name], model="./sd15").concepts[0].warning
+    plan = make_plan(["Mona Lisa"], model="./sd15", kind="object")
+    (concept,) = plan.concepts
+    assert not concept.warning
+    assert (list(concept.synonyms), list(concept.neighbours)) == ([], [])
+    assert plan.retain["without"] == ["Mona Lisa"]
+
+
+def test_the_anchor_of_an_object_has_no_article() -> None:
+    plan = make_plan(["dog"], model="./sd15", anchors=["a person"])
+    assert plan.settings["forget"]["anchor"] == {"concept": "person"}
+    with pytest.raises(UserError, match="'dog' is what shall be erased"):
+        make_plan(["dogs"], model="./sd15", anchors=["the dog"])
+
+
+def test_the_advice_names_an_anchor_of_the_kind() -> None:
+    for name, advice in (("dog", "--anchor 'object'"), ("Monet", "--anchor 'an unknown painter'")):
+        with pytest.raises(UserError, match=advice):
+            make_plan([name], model="./sd15", anchors=[name])
+    with pytest.raises(UserError, match=r"give another one$"):
+        make_plan(["object"], model="./sd15")
+
+
+@pytest.mark.parametrize("name", ["stars", "a star", "The Stars"])
+def test_the_bundled_model_knows_plurals(name: str) -> None:
+    assert make_plan([name]).concepts[0].name == "star"
+
+
+@pytest.mark.parametrize("attribute", ["shape", "color", "style"])
+def test_one_value_of_the_bundled_model_must_be_left(attribute: str) -> None:
+    values = list(bundled.VALUES[attribute])
+    with pytest.raises(UserError, match=f"leave at least one {attribute}"):
+        make_plan(values)
+    *erased, last = values
+    assert {one.anchor for one in make_plan(erased).concepts} == {last}
 
 
 def test_no_anchor_is_erased_itself() -> None:
@@ -295,6 +383,15 @@ def test_what_is_a_concept_and_what_a_recipe(tmp_path: Path) -> None:
     assert not is_concept(str(tmp_path / "recipe"))
     with pytest.raises(UserError, match="did you mean 'tiny_star_munba'"):
         is_concept("tiny_star_mumba")
+
+
+def test_a_file_named_as_a_concept_is_no_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fish").touch()
+    assert is_concept("fish")
+    assert not is_concept("./fish")
 
 
 def test_slugs() -> None:

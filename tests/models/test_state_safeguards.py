@@ -183,6 +183,13 @@ def test_the_steps_grow_with_the_angle_between_the_states() -> None:
     assert safeguards.safree_steps(one, half, 50) == 3
 
 
+@pytest.mark.parametrize("spec", ["safree:,", "safree-validated: , ,"])
+def test_safree_needs_a_text_to_avoid(spec: str) -> None:
+    with pytest.raises(UserError, match="no text to avoid"):
+        Guard.read(spec)
+    assert safeguards.texts_to_avoid(" star, moon,") == ["star", "moon"]
+
+
 def test_safree_changes_words_of_the_prompt_only(tiny: Any) -> None:
     """The states that the denoiser reads, against the formula on states of masked prompts."""
     plain = tiny.encode(PROMPTS).tensors["states"]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
@@ -38,6 +38,9 @@ from concept_eraser.recipes import recipe as recipes
 from concept_eraser.runs import suite_matching
 from concept_eraser.training import log as logs
 from tests.conftest import short
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as OnlyForTypeCheckers
 
 PACKAGE = Path(__file__).parent.parent / "plugin_package"
 PLUGINS = {
@@ -453,6 +456,39 @@ def test_a_recipe_object_keeps_its_objects() -> None:
 def test_what_is_no_plugin_is_refused(changes: Mapping[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         recipes.load(short(**changes))
+
+
+@dataclass(frozen=True)
+class Named(Constant):
+    """Its option hides the key of the plug-in."""
+
+    name: str = "x"
+
+
+@dataclass(frozen=True)
+class Undefined(Constant):
+    """An annotation that only a type checker knows."""
+
+    weights: OnlyForTypeCheckers = ()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Named(), "the class Named has an option `name`"),
+        (Undefined(), "the class Undefined has an annotation with 'OnlyForTypeCheckers'"),
+    ],
+)
+def test_a_class_whose_options_cannot_be_read_is_refused(
+    value: Metric, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=words):
+        registry.read("metric", value)
+    with pytest.raises(UserError, match=words):
+        suites.load({**SUITE, "metrics": [value]})
+    monkeypatch.setattr(registry, "load", lambda kind, name: type(value))
+    (mistake,) = registry.problems("metric", "accuracy", {})
+    assert words in mistake
 
 
 def test_evaluate_with_objects(shared_tiny: Any, tmp_path: Path) -> None:

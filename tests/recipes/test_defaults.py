@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from concept_eraser import UserError
 from concept_eraser.cli.main import app
+from concept_eraser.concepts.plan import make_plan
 from concept_eraser.models import base
 from concept_eraser.recipes import defaults, recipe
 from concept_eraser.storage import base_model
@@ -298,6 +299,22 @@ def test_a_run_that_began_with_the_bundled_model_has_its_settings(
     assert resolve_recipe(*FLAGS, "--model", str(other)).training.lr == 1e-4
     (first / "recipe.yaml").write_text(f"model: {second}\n")  # a circle ends
     assert not base_model.is_bundled(str(second))
+
+
+def test_controls_and_the_folder_of_the_bundled_model_have_its_settings(
+    resolve_recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = resolve_recipe(*FLAGS)
+    folder = resources.tiny_weights() / "tiny-sd"
+    monkeypatch.chdir(folder.parent)
+    for model in ("tiny-sd-without-star", str(folder), "./tiny-sd", "lora.safetensors@tiny-sd"):
+        assert base_model.is_bundled(model)
+        recipe = resolve_recipe(*FLAGS, "--model", model)
+        assert recipe.training == own.training
+        assert (recipe.generation, recipe.finish) == (own.generation, own.finish)
+        plan = make_plan(["fish"], model=model)
+        assert plan.concepts[0].suite["judge"] == make_plan(["fish"]).concepts[0].suite["judge"]
+    assert not base_model.is_bundled("lora.safetensors@me/mine")
 
 
 def test_a_model_in_the_hubs_cache_has_a_family(
