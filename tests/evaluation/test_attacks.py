@@ -542,7 +542,7 @@ def test_an_image_of_the_user_is_refused_before_the_work(tmp_path: Path) -> None
     own = tmp_path / "images" / "0003.png"
     own.parent.mkdir()
     own.write_bytes(b"mine")
-    with pytest.raises(UserError, match="0003.png exists and was not written by concept_eraser"):
+    with pytest.raises(UserError, match=r"0003\.png exists and was not written by concept_eraser"):
         api.attack("no-model", "seed_search", "tiny_star", n=4, output=tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [own]
 
