@@ -17,6 +17,7 @@ from concept_eraser.evaluation.seed_statistics import (
     difference_of_seeds,
     holm,
 )
+from concept_eraser.evaluation.statistics import wilson
 from concept_eraser.recipes import recipe as recipes
 from studies import grids
 from studies.rendering.common import fill_blocks, notes, setting, share, source, table
@@ -157,9 +158,10 @@ def unprotected_table(contents: Iterable[Content], concept: str) -> str:
     rows = [["attack", "attacked prompts", "success %"]]
     for content in contents:
         if content["concept"] == concept:
-            attempts = [one for one in content["campaign"]["attempts"] if not one["pre"]]
-            cells = [content["attack"].replace("_", " "), str(len(attempts))]
-            rows.append([*cells, share(success_rate([{"campaign": {"attempts": attempts}}]))])
+            attacked = [one for one in content["campaign"]["attempts"] if not one["pre"]]
+            rate = wilson(sum(one["success"] for one in attacked), len(attacked))
+            name = content["attack"].replace("_", " ")
+            rows.append([name, str(len(attacked)), share(rate)])
     if len(rows) == 1:
         return ""
     return (
