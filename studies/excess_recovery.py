@@ -46,6 +46,7 @@ from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks import runner
 from concept_eraser.evaluation.never_learned import NeverLearned, read_record
 from concept_eraser.models.base import Model, onto_gpu
+from concept_eraser.recipes import recipe as recipes
 from concept_eraser.runs import job as jobs
 from concept_eraser.utils import provenance
 from studies import image_labels, second_judge, selection
@@ -97,14 +98,14 @@ def load_case(study: Mapping[str, Any], name: str) -> Case:
 def erasure_of(study: Mapping[str, Any], entry: str, concept: str) -> Content:
     """Return an entry for a concept, in the form of studies/study.py.
 
-    An entry with settings of `replace` has that objective on the prompts of the concept too.
+    A recipe without a retain objective keeps none. An entry with settings of `replace` has that
+    objective on the prompts of the concept too.
     """
     values = study["entries"][entry]
     own = study["concepts"].get(concept, {}).get("set", {})
-    prompts = {
-        "forget.prompts": f"protocol2_{concept}",
-        "retain.prompts": f"protocol2_{concept}_retain",
-    }
+    prompts = {"forget.prompts": f"protocol2_{concept}"}
+    if recipes.load(values["recipe"]).retain is not None:
+        prompts["retain.prompts"] = f"protocol2_{concept}_retain"
     if any(name.startswith("replace.") for name in values.get("set", {})):
         prompts["replace.prompts"] = prompts["forget.prompts"]
     return {**values, "set": {**prompts, **own, **values.get("set", {})}}
