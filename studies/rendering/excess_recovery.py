@@ -1,5 +1,5 @@
 """The pages of attacks on erased models and on models that never learned the concept: the studies
-`excess_recovery` and `combination_rules`.
+of `STUDIES`.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from studies.result_tables import Content, Results
 
 STUDIES = {
     "excess_recovery": "What attacks recover beyond a model that never learned the concept",
+    "published_methods": "Methods as published, with four settings each",
     "combination_rules": "What the combination rule contributes, with all else equal",
     "continuity": "The star under protocol 2",
     "candidates": "Candidates for the default, on the star",

@@ -1,5 +1,5 @@
 """The statistics of attacks on erased models and on models that never learned the concept, of the
-studies `excess_recovery` and `combination_rules`.
+studies in `studies/rendering/excess_recovery.py`.
 
 An attack on one model is a row of a study's table, with the result of each prompt. Prompts and
 seeds are the same on all models, so differences are paired by prompt.

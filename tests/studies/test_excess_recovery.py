@@ -399,6 +399,10 @@ def test_the_configuration_names_recipes_suites_and_attacks(config: Path) -> Non
         for point in points:
             recipe = recipe_of(excess_recovery.erasure_of(study, name, "heart"), point, 0)
             assert recipe.resolved()["forget"]["prompts"] == "protocol2_heart"
+            retain = recipes.load(entry["recipe"]).retain
+            assert (recipe.retain is None) == (retain is None)
+            if recipe.retain is not None:
+                assert recipe.retain.prompts == "protocol2_heart_retain"
     for name in study["concepts"]:
         recipes.load("tiny_star_munba", [f"forget.prompts=protocol2_{name}"])
         assert study["concepts"][name]["suite"] == f"protocol2_{name}_test"
