@@ -33,6 +33,7 @@ help:
 	@echo "make results      render the pages of eval/results from the tables of the studies"
 	@echo "make licences     render docs/licences.md from what is installed"
 	@echo "make docs         build the documentation site into docs/_build/html"
+	@echo "make clean        remove what can be built again: the site, dist and caches; runs stays"
 
 # torch first and then held, so that a CPU build which is at hand is not replaced by one with gigabytes of CUDA.
 $(STAMP): pyproject.toml tools/mend_torchvision.py
@@ -110,5 +111,6 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "the documentation is in docs/_build/html/index.html"
 
+# runs/ has trained models, and results of studies that are not in a table yet.
 clean:
-	rm -rf docs/_build docs/reference/generated runs .pytest_cache .mypy_cache .ruff_cache dist
+	rm -rf docs/_build docs/reference/generated .pytest_cache .mypy_cache .ruff_cache dist

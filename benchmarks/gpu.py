@@ -38,7 +38,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -313,16 +313,30 @@ def add_estimates(output: Path) -> None:
     write_text(output, json.dumps(content, indent=1) + "\n", overwrite=True)
 
 
+def require_same_machine(output: Path, older: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Refuse to put rows beside those of another device or another torch.
+
+    Raises:
+        SystemExit: One of them differs.
+    """
+    for what, other, own in (
+        ("device", older["device"], here["device"]),
+        ("torch", older["versions"]["torch"], here["versions"]["torch"]),
+    ):
+        if other != own:
+            raise SystemExit(
+                f"{output} has rows of another {what}, {other}; this is {own}; give another file "
+                "with --output"
+            )
+
+
 def measure(
     families: list[str], jobs: list[str], batches: list[int], steps: int, device: str, output: Path
 ) -> None:
     content = json.loads(output.read_text()) if output.exists() else {"rows": []}
     rows, here = content["rows"], provenance.describe()
-    if rows and (other := content["environment"]["device"]) != here["device"]:
-        raise SystemExit(
-            f"{output} has rows of another device, {other}; this is {here['device']}; give another "
-            "file with --output"
-        )
+    if rows:
+        require_same_machine(output, content["environment"], here)
     finished_keys = {(row["family"], row["job"], row["batch"]) for row in rows}
     pipelines: dict[str, Any] = {}
     for family, job, batch in cells(families, jobs, batches):

@@ -8,10 +8,10 @@ and an empty cache. The attacks, their budgets and the number of prompts are tho
 tiny_leaderboard. Ring-A-Bell also attacks a next model, whose UNet differs a little. Its prompts
 depend on the text encoder alone, so a version may have stored them.
 
-The numbers are CPU seconds, with the loading of the models. Each repetition runs both versions. The
-ratios are medians of the ratios within a repetition, with the smallest and the largest one. A
-repetition takes about ten minutes. The command writes standard_attacks.json and renders the table
-of README.md.
+The numbers are CPU seconds, with the loading of the models. Each repetition runs both versions, in
+alternating order. The ratios are medians of the ratios within a repetition, with the smallest and
+the largest one. A repetition takes about ten minutes. The command writes standard_attacks.json and
+renders the table of README.md.
 """
 
 from __future__ import annotations
@@ -158,8 +158,9 @@ def main() -> None:
     after: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         attacks = attacks_of(study, save_victims(Path(folder)))
-        for _ in range(args.repetitions):
-            for tree, place in ((former, before), (HERE.parent, after)):
+        versions = ((former, before), (HERE.parent, after))
+        for repetition in range(args.repetitions):
+            for tree, place in versions[:: 1 if repetition % 2 == 0 else -1]:
                 place.append(with_totals(cpu_seconds(tree, protocol, attacks)))
                 print(f"{commit_of(tree)}: {place[-1][ALL]:.0f} s", flush=True)
     content = {

@@ -23,16 +23,16 @@ from concept_eraser import api
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.attacks.runner import Protocol
 from concept_eraser.evaluation.suite import dumps
-from concept_eraser.recipes import recipe as recipes
+from concept_eraser.recipes.recipe import Recipe
 from studies.result_tables import Content, Results
-from studies.runs import model_of
+from studies.runs import clear, model_of, recipe_of, same
 from studies.tasks import parse_names
 
 
 def victim(spec: dict[str, Any], seed: int, folder: Path) -> tuple[Any, dict[str, Any]]:
     """Return the erased model, trained if necessary, and its description for the result."""
-    overrides = {**spec.get("set", {}), "training.seed": seed}
-    recipe = recipes.load(spec["recipe"], [f"{k}={json.dumps(v)}" for k, v in overrides.items()])
+    recipe = recipe_of(spec, {}, seed)
+    clear(folder, recipe)
     run = api.erase(recipe, output=folder, resume=True)
     model = model_of(run)
     return model, {
@@ -66,10 +66,20 @@ def require_asked(results: Results, key: str, protocol: dict[str, Any]) -> None:
         if stored_protocol.get(name) != json.loads(dumps(value))
     ]
     if differ:
-        raise SystemExit(
-            f"{results.name}/{key} has another protocol ({', '.join(differ)}); to make it again, "
-            f"call python -m studies.result_tables {results.name} --remove {key}"
-        )
+        raise SystemExit(_has_another(results, key, f"protocol ({', '.join(differ)})"))
+
+
+def require_recipe(results: Results, key: str, recipe: Recipe) -> None:
+    """Raise SystemExit if a result is of a model with another recipe."""
+    if not same({**results[key], "entry": key}, recipe):
+        raise SystemExit(_has_another(results, key, "recipe"))
+
+
+def _has_another(results: Results, key: str, what: str) -> str:
+    return (
+        f"{results.name}/{key} has another {what}; to make it again, call python -m "
+        f"studies.result_tables {results.name} --remove {key}"
+    )
 
 
 def main() -> None:
@@ -89,7 +99,9 @@ def main() -> None:
     for seed in seeds:
         for name in parse_names(parser, "victims", args.victims, study["victims"]):
             keys = {attack: f"{name}_{attack}_seed{seed}" for attack in attacks}
+            recipe = recipe_of(study["victims"][name], {}, seed)
             for attack in [a for a in attacks if keys[a] in results]:
+                require_recipe(results, keys[attack], recipe)
                 require_asked(results, keys.pop(attack), protocol_of(study, attack))
             if keys:
                 under_attack(

@@ -6,7 +6,8 @@ run: their cosine, their norms and their weights (MUNBa, arXiv 2411.15537, figur
     python -m studies.conflict --logs runs/a runs/b
 
 The first form trains each run of the configuration, and stores the numbers of its `log.jsonl` as a
-result of the study `conflict` (studies/result_tables.py). Finished runs are not trained again.
+result of the study `conflict` (studies/result_tables.py). Finished runs of the same recipe are not
+trained again.
 `python -m studies.render_results` renders the page and its figure. The second form stores nothing:
 it prints the table of runs that exist, by their folders.
 """
@@ -25,7 +26,8 @@ from concept_eraser.training import log
 from concept_eraser.utils import provenance
 from studies.rendering import conflict as rendering
 from studies.result_tables import Results
-from studies.runs import clear, recipe_of
+from studies.runs import clear, recipe_of, same
+from studies.tasks import parse_names
 
 OBJECTIVES = ("retain", "forget")
 DIGITS = 6  # significant digits of a stored number
@@ -92,6 +94,12 @@ def measure(entry: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def is_current(result: dict[str, Any], entry: dict[str, Any], seed: int) -> bool:
+    """Return whether a result has the recipe of a run of the configuration."""
+    older = {"recipe": result["settings"]["recipe"], "entry": result["label"]}
+    return same(older, recipe_of(entry, {}, seed))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,13 +120,11 @@ def main() -> None:
         return
     study = yaml.safe_load(args.config.read_text())
     results = Results(args.config.stem)
-    names = [name for name in args.runs.split(",") if name] or list(study["runs"])
-    if unknown := [name for name in names if name not in study["runs"]]:
-        parser.error(f"--runs: there is no {unknown[0]!r}; it has {', '.join(study['runs'])}")
+    names = parse_names(parser, "runs", args.runs, study["runs"])
     for name in names:
         for seed in study["seeds"]:
             key = f"{name}_seed{seed}"
-            if key in results:
+            if key in results and is_current(results[key], study["runs"][name], seed):
                 continue
             results[key] = content = measure(study["runs"][name], seed, args.work / key)
             print(f"{key}: {content['steps']} steps, {content['seconds']:.0f} s", flush=True)

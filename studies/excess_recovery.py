@@ -128,7 +128,7 @@ def choose(results: Results, study: Mapping[str, Any], entry: str, *, work: Path
         "scorer": selection.scorer(dict(study), judge),
     }
     key = selection_key(entry)
-    if not _is_done(results, key, settings):
+    if not (_is_done(results, key, settings) and results[key]["seeds"] == select["seeds"]):
         scores = selection.select(dict(study), key, entry=erasure, work=work, judge=judge)
         results[key] = {
             "kind": "selection",
@@ -185,7 +185,7 @@ def evaluate(
         "controls": [generate.model_fingerprint(control.model) for control in case.controls],
         "suite": provenance.fingerprint(suite.model_dump(mode="json")),
     }
-    if _is_done(results, key, settings):
+    if _is_done(results, key, settings) and _is_beside(results[key]["evaluation"], case):
         return
     evaluation = api.evaluate(model, suite, before=case.original, control=list(case.sources))
     content = {
@@ -238,7 +238,8 @@ def attack(
         "original": generate.model_fingerprint(case.original),
         "protocol": provenance.fingerprint(protocol.as_dict()),
     }
-    if _is_done(results, key, settings):
+    judge = suite.build_judge().fingerprint
+    if _is_done(results, key, settings) and results[key]["campaign"]["protocol"]["judge"] == judge:
         return
     campaign = runner.run(protocol, victim, case.original, folder=work / "attacks" / key)
     content = {**about, "campaign": campaign.as_dict(), "settings": settings}
@@ -271,6 +272,15 @@ def protocol_of(
         batch=study["batch"],
         seed=entry.get("seed", study["seed"]),
         hide=hide,
+    )
+
+
+def _is_beside(evaluation: Content, case: Case) -> bool:
+    """Return whether an evaluation has this original and the present weights of the judge."""
+    original = generate.model_fingerprint(case.original)
+    return bool(
+        evaluation["judge"] == case.suite.build_judge().fingerprint
+        and evaluation["models"]["before"].endswith(f"({original})")
     )
 
 

@@ -32,7 +32,7 @@ from concept_eraser.models.base import Model
 from concept_eraser.utils import provenance
 from studies.never_learned_change import along
 from studies.result_tables import Results
-from studies.runs import model_of, recipe_of, run_one, suite_of
+from studies.runs import has_protocol, model_of, recipe_of, run_one, same, suite_of
 from studies.tasks import parse_names
 
 STUDY = "guidance"
@@ -103,16 +103,18 @@ def measure(study: dict[str, Any], task: str, name: str, work: Path) -> None:
     """Train and measure a case, and write its result."""
     entry, seed = case(study, task, name), study["seed"]
     recipe, results, key = recipe_of(entry, {}, seed), Results(STUDY), f"{task}_{name}"
-    sizes = {"n": study["n"], "images": study["images"]}
-    settings = {"recipe": recipe.resolved(), "states": study["states"], "sizes": sizes}
-    if key in results and all(
-        results[key].get(setting) == value for setting, value in settings.items()
+    sizes, suite = {"n": study["n"], "images": study["images"]}, suite_of(study, entry, None)
+    settings = {"states": study["states"], "sizes": sizes}
+    previous = results.get(key)
+    if (
+        previous is not None
+        and same({**previous, "entry": key}, recipe)
+        and has_protocol(previous["evaluation"], suite, study["n"])
+        and all(previous.get(setting) == value for setting, value in settings.items())
     ):
         return
     folder = work / key
-    result, _ = run_one(
-        entry, point={}, seed=seed, suite=suite_of(study, entry, None), n=study["n"], folder=folder
-    )
+    result, _ = run_one(entry, {}, seed=seed, suite=suite, n=study["n"], folder=folder)
     run = api.erase(recipe, output=folder, resume=True)
     concept_rows = (
         prompts.load(study["tasks"][task]["forget"])
@@ -134,6 +136,7 @@ def measure(study: dict[str, Any], task: str, name: str, work: Path) -> None:
         "task": task,
         "case": name,
         "label": entry["label"],
+        "recipe": recipe.resolved(),
         **settings,
         "rows": measurements,
         "evaluation": result["evaluation"],

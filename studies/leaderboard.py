@@ -33,7 +33,8 @@ from typing import Any
 
 import yaml
 
-from concept_eraser import api, registry
+from concept_eraser import api
+from concept_eraser.evaluation import suite as suites
 from concept_eraser.models.safeguards import Guard, protected_name
 from concept_eraser.recipes import recipe as recipes
 from concept_eraser.utils import provenance
@@ -52,12 +53,14 @@ GATE_SEED = 0  # the training seed of the run whose LoRA a gate adds
 def measure_guarded(study: dict[str, Any], name: str, work: Path, results: Results) -> None:
     """Measure the original under a safeguard at the setting of `guard_of`. Write the result."""
     key, about = f"{name}_seed0", study["entries"][name]
-    judge = registry.load("judge", runs.suite_of(study, about, None).judge)().fingerprint
+    suite = runs.suite_of(study, about, None)
+    judge = suite.build_judge().fingerprint
     training, previous = training_of(about["guard"][0], about["task"], results), results.get(key)
     reusable = (
         previous
         if previous
         and selection.is_current(previous, judge)
+        and runs.has_protocol(previous["evaluation"], suite, study["n"])
         and previous["recipe"] == training["recipe"]
         else None
     )
@@ -72,7 +75,7 @@ def measure_guarded(study: dict[str, Any], name: str, work: Path, results: Resul
     if reusable and reusable["grid"] == grid and reusable["point"] == {"guard": best}:
         return
     model, how = protected(best, about["task"], work, results)
-    evaluation = api.evaluate(model, runs.suite_of(study, about, None), n=study["n"], **how)
+    evaluation = api.evaluate(model, suite, n=study["n"], **how)
     content = untrained_result(
         name, about, {"guard": best}, grid=grid, evaluation=evaluation.as_dict()
     )
@@ -84,9 +87,14 @@ def measure_control(study: dict[str, Any], name: str, results: Results) -> None:
     """Measure the model that never learned the concept. Write the result."""
     key, about = f"{name}_seed0", study["entries"][name]
     suite = runs.suite_of(study, about, None)
-    judge = registry.load("judge", suite.judge)().fingerprint
+    judge = suite.build_judge().fingerprint
     point, previous = {"model": about["model"]}, results.get(key)
-    if previous and selection.is_current(previous, judge) and previous["point"] == point:
+    if (
+        previous
+        and selection.is_current(previous, judge)
+        and runs.has_protocol(previous["evaluation"], suite, study["n"])
+        and previous["point"] == point
+    ):
         return
     evaluation = api.evaluate(about["model"], suite, before=ORIGINAL, n=study["n"])
     results[key] = untrained_result(name, about, point, grid=[], evaluation=evaluation.as_dict())
@@ -257,10 +265,17 @@ def implicit(
     key, folder_results = f"{name}_seed{seed}", results.folder("implicit")
     report = results[key]
     suite_name = leaderboard["tasks"][report["task"]].get("implicit")
-    if suite_name is None or is_of(folder_results.get(key), report):
+    if suite_name is None:
+        return
+    n, previous = leaderboard["images"]["implicit"], folder_results.get(key)
+    if (
+        previous is not None
+        and is_of(previous, report)
+        and runs.has_protocol(previous["evaluation"], suites.load(suite_name), n)
+    ):
         return
     model, how = victim(report, work / name / f"report_{seed}", work, results)
-    evaluation = api.evaluate(model, suite_name, n=leaderboard["images"]["implicit"], **how)
+    evaluation = api.evaluate(model, suite_name, n=n, **how)
     folder_results[key] = victims_result(
         name, report, {"seed": seed, "evaluation": evaluation.as_dict()}
     )

@@ -26,7 +26,7 @@ import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from concept_eraser.exporting import lora_export
 from concept_eraser.models import lora_files
 from concept_eraser.models.base import Model, onto_gpu
 from concept_eraser.models.lora import Factors
+from concept_eraser.recipes.recipe import Recipe
 from concept_eraser.storage.readers import read_tensor_header, read_tensors
 from concept_eraser.utils import provenance
 from studies import style_lora
@@ -114,19 +115,36 @@ class Bench:
         groups[PLAIN] = [free[i * len(free) // n] for i in range(n)]
         return groups
 
+    def recipe(self, concept: str, seed: int) -> Recipe:
+        """Return the recipe of an erasure."""
+        way = {"set": self.study.get("set", {})}  # none of them for the default
+        return recipe_of({"methods": {"": way}, "seed": seed}, "", concept)
+
+    def recipes(self, loras: Iterable[str], seed: int) -> dict[str, str]:
+        """Return the fingerprints of the recipes of some erasures, without the style LoRA's."""
+        return {name: self.recipe(name, seed).fingerprint for name in loras if name != STYLE}
+
+    def has_recipes(self, result: Mapping[str, Any], recipes: Mapping[str, str]) -> bool:
+        """Whether a result is of erasures with these recipes.
+
+        Older results do not state them. They are of the default.
+        """
+        if "recipes" not in result:
+            return not self.study.get("set")
+        return bool(result["recipes"] == recipes)
+
     def train(self, name: str, seed: int) -> Path:
         """Return the run folder of a LoRA, trained where it is not there."""
         folder = self.work / f"{name}_seed{seed}"
         if name == STYLE:
             style = self.study["style"]
-            images = self.work / "style_images"
+            images = self.work / f"style_images_{style['value']}_{style['images']}"
             if not (images / "metadata.jsonl").exists():
                 shutil.rmtree(images, ignore_errors=True)
                 style_lora.write_images(images, style["value"], style["images"])
             recipe = style_lora.recipe(images, style["rank"], style["steps"], seed)
         else:
-            way = {"set": self.study.get("set", {})}  # none of them for the default
-            recipe = recipe_of({"methods": {"": way}, "seed": seed}, "", name)
+            recipe = self.recipe(name, seed)
         clear(folder, recipe)
         api.erase(recipe, output=folder, resume=True)
         return folder
@@ -165,14 +183,17 @@ class Bench:
     def attack(self, row: Row, seed: int) -> None:
         """Attack a row, if the configuration names it, and store the results."""
         if row.name in self.study["attacked"]["rows"]:
-            self._attack(row.name, seed, lambda: self.build(row, seed)[0])
+            recipes = self.recipes(row.loras, seed)
+            self._attack(row.name, seed, lambda: self.build(row, seed)[0], recipes)
 
     def attack_control(self) -> None:
         """Attack the model that never learned the first concept."""
         control = self.study["attacked"]["control"]
-        self._attack(CONTROL, 0, lambda: api.load(control))
+        self._attack(CONTROL, 0, lambda: api.load(control), {"control": control})
 
-    def _attack(self, name: str, seed: int, victim_of: Callable[[], Model]) -> None:
+    def _attack(
+        self, name: str, seed: int, victim_of: Callable[[], Model], recipes: Mapping[str, str]
+    ) -> None:
         """Run each attack of the configuration that has no result on a model yet."""
         plan, results = self.study["attacked"], self.results.folder("attacks")
         suite = suites.load(plan["suite"])
@@ -181,12 +202,18 @@ class Bench:
                 suite, attack, options, n=plan["n"], batch=plan["n"], seed=plan["seed"]
             )
             key = f"{name}_{attack}_seed{seed}"
-            if key in results and _has_protocol(results[key], protocol.as_dict()):
+            previous = results.get(key)
+            if (
+                previous is not None
+                and self.has_recipes(previous, recipes)
+                and _has_protocol(previous, protocol.as_dict())
+            ):
                 continue
             victim, original = victim_of(), api.load(BUNDLED)
             onto_gpu(victim, original)
             campaign = runner.run(protocol, victim, original)
-            results[key] = {"row": name, "seed": seed, **campaign.as_dict()}
+            content = {"row": name, "seed": seed, "recipes": dict(recipes)}
+            results[key] = {**content, **campaign.as_dict()}
             print(f"{key}: {100 * campaign.rates()['asr']['value']:.0f} %", flush=True)
 
     def measure(self, row: Row, seed: int) -> None:
@@ -200,7 +227,12 @@ class Bench:
             "loras": dict(row.loras),
             "export": {name: _plain(value) for name, value in row.export.items()},
         }
-        if key in self.results and self.results[key]["settings"] == settings:
+        recipes, previous = self.recipes(row.loras, seed), self.results.get(key)
+        if (
+            previous is not None
+            and previous["settings"] == settings
+            and self.has_recipes(previous, recipes)
+        ):
             return
         model, files = self.build(row, seed)
         self.results[key] = {
@@ -212,6 +244,7 @@ class Bench:
             else {},
             "predicted": predict(model, groups, self.study, seed=self.study["image_seed"]),
             "settings": settings,
+            "recipes": recipes,
             "environment": provenance.describe(),
         }
         print(f"{key}: measured", flush=True)

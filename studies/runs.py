@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from concept_eraser import api, registry
+from concept_eraser import api
 from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import PromptEvaluation, dumps
 from concept_eraser.models import run_base
@@ -30,8 +30,9 @@ def run_one(
     result_file = folder / f"result_{n}.json"
     if result_file.exists():
         content = json.loads(result_file.read_text())
-        if content["evaluation"].get("judge") == registry.load("judge", suite.judge)().fingerprint:
-            # with another judge the run is evaluated again; its images are cached
+        is_of_judge = content["evaluation"].get("judge") == suite.build_judge().fingerprint
+        if is_of_judge and has_protocol(content["evaluation"], suite, n):
+            # with another judge or protocol the run is evaluated again; its images are cached
             return content, None
     start = time.monotonic()
     run = api.erase(recipe, output=folder, resume=True)
@@ -90,6 +91,28 @@ def same(older: dict, recipe: recipes.Recipe, *, with_watch: bool = True) -> boo
         return recipes.validate(content, older["entry"]).fingerprint == recipe.fingerprint
     except UserError:
         return False
+
+
+def has_protocol(evaluation: dict, suite: Any, n: int | None) -> bool:
+    """Return whether an evaluation has the protocol and the prompts of a suite.
+
+    The description of the suite may differ. The weights of the judge are not compared.
+
+    Args:
+        evaluation: The stored evaluation.
+        suite: The suite.
+        n: The largest number of images of a group; None for that of the suite.
+    """
+    expected = suite.with_at_most(n)
+    protocols = [
+        evaluation.get("protocol", {}),
+        json.loads(dumps(expected.model_dump(mode="json"))),
+    ]
+    stored, own = ({**protocol, "about": ""} for protocol in protocols)
+    return stored == own and all(
+        evaluation["prompt_hashes"].get(name) == suites.group_prompts(expected, name).hash
+        for name in expected.groups
+    )
 
 
 def clear(folder: Path, recipe: recipes.Recipe) -> None:

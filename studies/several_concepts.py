@@ -34,7 +34,8 @@ from concept_eraser.evaluation import suite as suites
 from concept_eraser.evaluation.suite import dumps
 from concept_eraser.recipes import recipe as recipes
 from studies.result_tables import Content, Results
-from studies.runs import erased_model
+from studies.runs import clear, erased_model, has_protocol, same
+from studies.tasks import parse_names
 
 Model = tuple[Any, dict[str, Any]]  # the model, and its costs
 
@@ -72,6 +73,7 @@ class Bench:
 
     def train(self, recipe: recipes.Recipe, folder: Path) -> Model:
         """Return the model of a recipe."""
+        clear(folder, recipe)
         run = api.erase(recipe, output=folder, resume=True)
         summary = json.loads((folder / "done.json").read_text())
         # weights.safetensors is enough to load it again
@@ -147,16 +149,41 @@ class Bench:
         """Return the result of an entry at one setting and one training seed."""
         result_file = folder / ("chosen.json" if choosing else "result.json")
         if result_file.exists():
-            return json.loads(result_file.read_text())
+            stored: dict[str, Any] = json.loads(result_file.read_text())
+            if self.is_current(stored, entry, point, seed, choosing=choosing):
+                return stored
         start, whole = time.monotonic(), self.recipe(entry, point, seed)
         result = self.measure(
             self.models(entry, point, seed, folder), whole.model, choosing=choosing
         )
         result |= {"recipe": whole.resolved(), "point": point, "seed": seed}
+        if "weight" in entry:
+            result["weight"] = entry["weight"]
         folder.mkdir(parents=True, exist_ok=True)
         result_file.write_text(dumps(result))
         print(f"{folder}: {time.monotonic() - start:.0f} s, score {score(result):.3f}", flush=True)
         return result
+
+    def is_current(
+        self, result: dict, entry: dict, point: dict, seed: int, *, choosing: bool = False
+    ) -> bool:
+        """Return whether a result has the recipe, the weight and the protocols of an entry.
+
+        Results of older versions do not state the weight.
+        """
+        suites_by_name = {
+            name: self.suite(name, choosing=choosing) for name in self.study["suites"]
+        }
+        weight = entry.get("weight")
+        return (
+            same({**result, "entry": ""}, self.recipe(entry, point, seed))
+            and result.get("weight", weight) == weight
+            and result["evaluations"].keys() == suites_by_name.keys()
+            and all(
+                has_protocol(result["evaluations"][name], suite, None)
+                for name, suite in suites_by_name.items()
+            )
+        )
 
     def grid(self, name: str) -> list[dict]:
         """Return the score of each setting of an entry's grid, on the selection's images."""
@@ -175,9 +202,17 @@ class Bench:
         return rows
 
     def run(self, name: str, seeds: list[int]) -> None:
-        """Choose the setting of an entry, and write the results of the training seeds."""
+        """Choose the setting of an entry, and write the results of the training seeds.
+
+        Seeds with a result of this entry under these protocols are left as they are.
+        """
         entry = self.study["entries"][name]
-        missing_seeds = [seed for seed in seeds if f"{name}_seed{seed}" not in self.results]
+        stored = {seed: self.results.get(f"{name}_seed{seed}") for seed in seeds}
+        missing_seeds = [
+            seed
+            for seed, one in stored.items()
+            if one is None or not self.is_current(one, entry, one["point"], seed)
+        ]
         if not missing_seeds:
             return
         rows = self.grid(entry.get("like", name))
@@ -233,7 +268,7 @@ def main() -> None:
         steps=args.steps,
         n=args.n,
     )
-    for name in args.entries.split(",") if args.entries else study["entries"]:
+    for name in parse_names(parser, "entries", args.entries, study["entries"]):
         entry_seeds = study["entries"][name].get("seeds", study["seeds"])
         bench.run(
             name, [s for s in entry_seeds if not args.seeds or str(s) in args.seeds.split(",")]

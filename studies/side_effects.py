@@ -68,6 +68,7 @@ from studies import protocol2
 from studies.rendering import side_effects as rendering
 from studies.result_tables import Results
 from studies.runs import clear, model_of
+from studies.tasks import parse_names
 
 PARTS = ("matrix", "sequence", "at_once")
 VALUES = {value: name for name, values in bundled.VALUES.items() for value in values}
@@ -385,7 +386,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", type=Path)
-    parser.add_argument("--parts", default="", help="matrix, sequence or both")
+    parser.add_argument("--parts", default="", help="only these: matrix, sequence, at_once")
     parser.add_argument("--methods", default="", help="only these, by name, in this order")
     parser.add_argument("--concepts", default="", help="only these rows of the matrix")
     parser.add_argument("--work", type=Path, default=Path("runs/side_effects"))
@@ -396,15 +397,14 @@ def main() -> None:
     if args.cells:
         print_cells(study, results)
         return
-    chosen = {}
-    for key, all_names in (
-        ("parts", PARTS),
-        ("methods", study["methods"]),
-        ("concepts", study["concepts"]),
-    ):
-        chosen[key] = [name for name in getattr(args, key).split(",") if name] or list(all_names)
-        if unknown := [name for name in chosen[key] if name not in all_names]:
-            parser.error(f"--{key}: there is no {unknown[0]!r}; it has {', '.join(all_names)}")
+    chosen = {
+        key: parse_names(parser, key, getattr(args, key), all_names)
+        for key, all_names in (
+            ("parts", PARTS),
+            ("methods", study["methods"]),
+            ("concepts", study["concepts"]),
+        )
+    }
     try:
         require_sequence(study)
     except ValueError as error:

@@ -43,7 +43,7 @@ def project(delta: Tensor, longest: float) -> None:
 
 
 def train(model: Any, texts: list[str], latents: Tensor, radius: float, seed: int) -> Tensor:
-    """Return the offset with the least training loss on the concept's images, within the radius."""
+    """Return an offset within the radius, trained on images of the concept, [1, tokens, width]."""
     states = model.encode(texts).tensors["states"]
     longest = radius * float(states.flatten(1).norm(dim=1).mean())
     delta = torch.zeros_like(states[:1], requires_grad=True)

@@ -27,12 +27,22 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from concept_eraser import api, registry
+from concept_eraser import api
 from concept_eraser.evaluation.suite import PromptEvaluation
 from concept_eraser.reporting import plots
 from studies.result_tables import Results, figure_path
-from studies.runs import clear, model_of, recipe_of, run_one, same, suite_name, suite_of
+from studies.runs import (
+    clear,
+    has_protocol,
+    model_of,
+    recipe_of,
+    run_one,
+    same,
+    suite_name,
+    suite_of,
+)
 from studies.selection import choose_grid, is_current
+from studies.tasks import parse_names
 
 
 def watch_of(study: dict, entry: dict) -> dict | None:
@@ -46,10 +56,10 @@ def run_entry(
 ) -> None:
     """Choose the setting of an entry, then train and evaluate the reported seeds.
 
-    Seeds with a result at this setting are left as they are.
+    Seeds with a result at this setting and under this protocol are left as they are.
     """
-    suite = suite_of(study, entry, study.get("image_seed"))
-    judge = registry.load("judge", suite.judge)().fingerprint
+    suite, n = suite_of(study, entry, study.get("image_seed")), entry.get("n", study["n"])
+    judge = suite.build_judge().fingerprint
     scores = choose_grid(study, name, entry=entry, work=work, results=results, judge=judge)
     best = max(scores, key=lambda row: row["score"])["point"] if scores else {}
     watch = watch_of(study, entry)
@@ -59,6 +69,7 @@ def run_entry(
         if (
             previous is not None
             and is_current(previous, judge)
+            and has_protocol(previous["evaluation"], suite, n)
             and same(previous, recipe_of(entry, best, seed, watch))
         ):
             if previous["grid"] != scores:
@@ -69,7 +80,7 @@ def run_entry(
             point=best,
             seed=seed,
             suite=suite,
-            n=entry.get("n", study["n"]),
+            n=n,
             folder=folder,
             watch=watch,
         )
@@ -165,7 +176,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     study, results = yaml.safe_load(args.study.read_text()), Results(args.study.stem)
-    for name in args.entries.split(",") if args.entries else study["entries"]:
+    for name in parse_names(parser, "entries", args.entries, study["entries"]):
         entry = study["entries"][name]
         seeds = [
             s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from concept_eraser.evaluation.statistics import Interval, wilson
@@ -216,15 +216,25 @@ def provenance(runs_by_name: dict[str, list[dict]]) -> str:
             for e in environments
         }
     )
-    versions = environments[0]["versions"]
-    packages = ", ".join(f"{k} {versions[k]}" for k in ("torch", "diffusers", "transformers"))
+    packages = ", ".join(
+        f"{name} {_distinct(environment['versions'][name] for environment in environments)}"
+        for name in ("torch", "diffusers", "transformers")
+    )
+    devices, threads = (
+        _distinct(environment[key] for environment in environments) for key in ("device", "threads")
+    )
     hashes = sorted(
         {run["evaluation"]["protocol_hash"] for runs in runs_by_name.values() for run in runs}
     )
     return (
-        f"Commits {', '.join(commits)}; {packages}; {environments[0]['device']}, "
-        f"{environments[0]['threads']} thread(s) a run; protocols {', '.join(hashes)}."
+        f"Commits {', '.join(commits)}; {packages}; {devices}, {threads} thread(s) a run; "
+        f"protocols {', '.join(hashes)}."
     )
+
+
+def _distinct(values: Iterable[Any]) -> str:
+    """Return the different values as text, in order."""
+    return " and ".join(sorted({str(value) for value in values}))
 
 
 def setting(point: Mapping[str, Any], marks: Mapping[str, str] | None = None) -> str:

@@ -77,6 +77,14 @@ def test_the_page_has_what_cuda_itself_took() -> None:
     assert f"CUDA itself took {min(taken):.0f} to {max(taken):.0f} MB." in page
 
 
+def test_rows_of_another_torch_are_not_continued() -> None:
+    """The file states one environment for all rows."""
+    here = {"device": "a card", "versions": {"torch": "2.13.0"}}
+    gpu.require_same_machine(Path("gpu.json"), here, here)
+    with pytest.raises(SystemExit, match=r"of another torch, 2\.11\.0; this is 2\.13\.0"):
+        gpu.require_same_machine(Path("gpu.json"), {**here, "versions": {"torch": "2.11.0"}}, here)
+
+
 def test_a_machine_without_a_gpu_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu"])

@@ -121,6 +121,36 @@ def test_the_template_of_pull_requests_names_targets_that_exist() -> None:
     assert all(f"\n{target}:" in makefile for target in _make_targets(template))
 
 
+def test_the_help_of_make_names_every_target() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert phony
+    text = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert set(phony[1].split()) - {"help"} == _make_targets(text)
+
+
+def test_clean_keeps_results_that_wait_and_trained_models(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").write_text((ROOT / "Makefile").read_text())
+    result = tmp_path / "runs" / "results" / "study" / "key.json"
+    for path in (result, tmp_path / "docs" / "_build" / "index.html"):
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    subprocess.run(["make", "-s", "clean"], cwd=tmp_path, check=True)
+    assert result.is_file()
+    assert not (tmp_path / "docs" / "_build").exists()
+
+
+def test_the_source_distribution_has_everything() -> None:
+    """The suite imports the benchmarks, and the site shows SECURITY.md."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    tops = {line.partition("/")[0] for line in files.splitlines()}
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = {name.lstrip("/") for name in build["targets"]["sdist"]["include"]}
+    assert tops - included == {".gitignore", "pyproject.toml"}, "hatchling adds these itself"
+    assert included <= tops
+
+
 def test_one_version_everywhere() -> None:
     version = PROJECT["version"]
     assert provenance.version() == version, "install the checkout again, as make does"

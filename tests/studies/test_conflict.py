@@ -146,7 +146,8 @@ def test_the_configuration_trains_with_its_recipes_and_finished_runs_stay(
 
     def measure(entry: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
         trained.append(folder.name)
-        return result(write_log(folder), entry["label"])
+        content = result(write_log(folder), entry["label"])
+        return {**content, "settings": {"recipe": recipe_of(entry, {}, seed).resolved()}}
 
     monkeypatch.setattr(conflict, "measure", measure)
     arguments = ["conflict", str(path), "--work", str(tmp_path / "work"), "--runs", "paper_sum"]
@@ -154,7 +155,15 @@ def test_the_configuration_trains_with_its_recipes_and_finished_runs_stay(
     conflict.main()
     conflict.main()
     assert trained == ["paper_sum_seed0"]
+    content = yaml.safe_load(path.read_text())
+    content["runs"]["paper_sum"].setdefault("set", {})["training.lr"] = 9e-9
+    changed = tmp_path / "conflict.yaml"
+    changed.write_text(yaml.safe_dump(content))
+    again = ["conflict", str(changed), "--work", str(tmp_path / "again"), "--runs", "paper_sum"]
+    monkeypatch.setattr(sys, "argv", again)
+    conflict.main()
+    assert len(trained) == 2, "a run of another recipe is trained again"
     monkeypatch.setattr(sys, "argv", [*arguments[:-1], "paper"])
     with pytest.raises(SystemExit):
         conflict.main()
-    assert "there is no 'paper'" in capsys.readouterr().err
+    assert "the study has no 'paper'" in capsys.readouterr().err

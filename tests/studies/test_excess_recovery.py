@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -474,6 +475,9 @@ def test_a_setting_is_chosen_on_another_concept_and_only_once(
     assert "| MUNBa | 0.002 | 0 | 10 | 0.900 | yes |" in page
     assert "## heart" not in page
 
+    study["select"]["seeds"] = [*study["select"]["seeds"], 101]
+    excess_recovery.choose(results, study, "munba", work=no_results)
+    assert len(calls) == 2, "with another selection seed the grid is scored anew"
     study["grids"]["rates"].append({"training.lr": 8e-3})  # another grid is scored anew
     monkeypatch.setattr(
         excess_recovery.selection, "select", lambda *a, **k: [{"point": {}, "score": 0}]
@@ -609,6 +613,23 @@ def test_the_study_attacks_continues_and_renders(
     monkeypatch.setattr(excess_recovery.runner, "run", None)  # a new attack would be an error
     excess_recovery.run(study, results, **call)
     assert dict(results) == before
+    for key, *path, last in (
+        ("heart_uce_seed0", "evaluation", "judge"),
+        ("heart_uce_seed0", "evaluation", "models", "before"),
+        ("heart_uce_seed0_completion", "campaign", "protocol", "judge"),
+    ):
+        older = copy.deepcopy(before[key])
+        place = older
+        for name in path:
+            place = place[name]
+        place[last] = "of other weights"
+        results[key] = older
+        with monkeypatch.context() as patch:
+            for owner, name in ((excess_recovery.api, "evaluate"), (excess_recovery.runner, "run")):
+                patch.setattr(owner, name, lambda *_, **__: pytest.fail("measured again"))
+            with pytest.raises(pytest.fail.Exception, match="again"):
+                excess_recovery.run(study, results, **call)
+        results[key] = before[key]
     page = rendering.page(STUDY)
     assert "| cpu | attacks on the model before the erasure | 1 |" in page
     open_prompts = [one for one in attempts if not one["pre"]]

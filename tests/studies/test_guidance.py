@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,3 +68,26 @@ def test_the_studys_cases_are_recipes() -> None:
     ]
     assert {recipe.forgotten[0].prompts for recipe in recipes.values()} == {"tiny_blue"}
     assert not any(recipe.finish for recipe in recipes.values())
+
+
+def test_stored_results_count_as_made_and_other_settings_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their recipes lack the keys that later versions added."""
+    study = yaml.safe_load((ROOT / "studies" / "configs" / "guidance.yaml").read_text())
+    measured: list[Path] = []
+
+    def run_one(*_: Any, folder: Path, **__: Any) -> None:
+        measured.append(folder)
+        raise RuntimeError
+
+    monkeypatch.setattr(guidance, "run_one", run_one)
+    for task in study["tasks"]:
+        for name in study["cases"]:
+            guidance.measure(study, task, name, tmp_path)
+    assert not measured
+    states = {**study["states"], "seed": study["states"]["seed"] + 1}
+    for changes in ({"n": study["n"] - 1}, {"seed": study["seed"] + 1}, {"states": states}):
+        with pytest.raises(RuntimeError):
+            guidance.measure({**study, **changes}, "star", "all", tmp_path)
+    assert len(measured) == 3

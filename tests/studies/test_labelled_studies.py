@@ -172,6 +172,56 @@ def test_a_study_of_images_and_names_it_does_not_have(
     assert "--methods: the study has no 'bee'; it has be" in capsys.readouterr().err
 
 
+def test_a_call_for_some_methods_leaves_the_others(
+    no_results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """Also their failures. Rows of other settings are not put beside new ones."""
+    from studies import tasks
+    from studies.result_tables import Results
+
+    study = {
+        "tasks": {"one": {}},
+        "seeds": [0, 1],
+        "steps": 3,
+        "methods": {name: {"label": name.upper()} for name in ("a", "b", "c")},
+    }
+    path = tmp_path / "toy.yaml"
+    fails = {"b", "c"}
+
+    def run_task(study: Any, name: str, methods: list[str], work: Path) -> dict[str, Any]:
+        ran.append(methods)
+        return {
+            "seeds": study["seeds"],
+            "settings": {"steps": study["steps"]},
+            "rows": [{"method": one} for one in ["original", *methods] if one not in fails],
+            "failed": {one.upper(): "diverged" for one in methods if one in fails},
+            "environment": {},
+        }
+
+    def call(methods: str, **changes: Any) -> tuple[list[str], dict[str, str]]:
+        path.write_text(yaml.safe_dump({**study, **changes}))
+        monkeypatch.setattr(sys, "argv", ["toy", str(path), "--methods", methods])
+        tasks.main("", run_task)
+        content = Results("toy")["one"]
+        return [row["method"] for row in content["rows"]], content["failed"]
+
+    ran: list[list[str]] = []
+    assert call("") == (["original", "a"], {"B": "diverged", "C": "diverged"})
+    assert call("a") == (["original", "a"], {"B": "diverged", "C": "diverged"})
+    fails.remove("b")
+    assert call("b") == (["original", "a", "b"], {"C": "diverged"})
+    fails.add("a")
+    assert call("a") == (["original", "b"], {"C": "diverged", "A": "diverged"})
+    for changes, what in (({"steps": 4}, "steps"), ({"seeds": [0]}, "seeds")):
+        count = len(ran)
+        with pytest.raises(SystemExit):
+            call("a", **changes)
+        assert f"the stored rows of one have other settings ({what})" in capsys.readouterr().err
+        assert len(ran) == count, "before anything is measured"
+    fails.clear()
+    assert call("", steps=4) == (["original", "a", "b", "c"], {})
+
+
 def settings_of_erase(monkeypatch: pytest.MonkeyPatch, study: Any) -> list[dict[str, Any]]:
     """Record the training of each call of `erase`, which still runs."""
     trainings: list[dict[str, Any]] = []
@@ -290,6 +340,11 @@ def test_attack_table(
     assert capsys.readouterr().out.count("under") == 4
     attack_table.main()
     assert capsys.readouterr().out == ""
+    path.write_text(
+        yaml.safe_dump({**study, "victims": {"a": {**spec, "set": {"training.lr": 1}}}})
+    )
+    with pytest.raises(SystemExit, match="tiny_attacks/a_relearning_seed0 has another recipe"):
+        attack_table.main()
     page = attacks.page()
     assert (
         "| erased with | training seeds | pre-ASR % | relearning | seed_search | "

@@ -114,6 +114,10 @@ def test_a_row_is_measured_once_and_rendered(
     assert "| style |" in page
     with pytest.raises(AssertionError, match="measured again"):
         bench(tmp_path, image_seed=1).measure(rows["star_rank_2"], 0)
+    other = {**SHORT["set"], "training.lr": 9e-9}
+    with pytest.raises(AssertionError, match="measured again"):
+        bench(tmp_path, set=other).measure(rows["star_rank_2"], 0)
+    bench(tmp_path, set=other).measure(rows["original"], 0)  # it has no LoRA
 
 
 def test_files_and_the_control_are_attacked_once(
@@ -128,7 +132,15 @@ def test_files_and_the_control_are_attacked_once(
         here.attack_control()
         here.attack(rows["star_rank_2"], 0)
         here.attack(rows["star_rank_4"], 0)
-        monkeypatch.setattr(lora.runner, "run", None)  # the second time reads the results
+        # the second time reads the results
+        monkeypatch.setattr(lora.runner, "run", lambda *_, **__: pytest.fail("attacked again"))
+    with pytest.raises(pytest.fail.Exception, match="attacked again"):
+        bench(tmp_path, attacked=plan, set={**SHORT["set"], "training.lr": 9e-9}).attack(
+            rows["star_rank_2"], 0
+        )
+    other = {**plan, "control": "tiny-sd-without-heart"}
+    with pytest.raises(pytest.fail.Exception, match="attacked again"):
+        bench(tmp_path, attacked=other).attack_control()
     results = Results("lora").folder("attacks")
     assert set(results) == {"never_learned_seed_search_seed0", "star_rank_2_seed_search_seed0"}
     table = rendering.attacked({"attacked": plan}, results)
@@ -139,6 +151,29 @@ def test_files_and_the_control_are_attacked_once(
 
 def result(labels: Mapping[str, list[str]], name: str = "x", seed: int = 0) -> dict[str, Any]:
     return {"row": name, "seed": seed, "predicted": {"star": dict(labels)}}
+
+
+def test_a_result_that_states_no_recipe_is_of_the_default(tmp_path: Path) -> None:
+    """The results of older versions are."""
+    assert bench(tmp_path, set={}).has_recipes({}, {"star": "a"})
+    assert not bench(tmp_path).has_recipes({}, {"star": "a"})
+
+
+def test_the_images_of_another_style_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def write_images(folder: Path, style: str, n: int) -> None:
+        drawn.append((style, n))
+        folder.mkdir(parents=True)
+        (folder / "metadata.jsonl").write_text("")
+
+    monkeypatch.setattr(style_lora, "write_images", write_images)
+    monkeypatch.setattr(lora.api, "erase", lambda *_, **__: None)
+    for value in ("dotted", "dotted", "striped"):
+        bench(tmp_path, style={**SHORT["style"], "value": value}).train(lora.STYLE, 0)
+    assert drawn == [("dotted", 2), ("striped", 2)]
 
 
 def test_rates_pool_the_seeds() -> None:

@@ -114,11 +114,15 @@ def run_one(entry, point, seed, suite, n, folder, watch):
         os.kill(os.getpid(), signal.SIGKILL)
     print(seed, flush=True)
     recipe = runs.recipe_of(entry, point, seed, watch).resolved()
-    return {"recipe": recipe, "point": point, "seed": seed, "evaluation": {"judge": judge}}, None
+    suite = suite.with_at_most(n)
+    protocol = runs.json.loads(runs.dumps(suite.model_dump(mode="json")))
+    hashes = {name: runs.suites.group_prompts(suite, name).hash for name in suite.groups}
+    evaluation = {"judge": judge, "protocol": protocol, "prompt_hashes": hashes}
+    return {"recipe": recipe, "point": point, "seed": seed, "evaluation": evaluation}, None
 
 study.run_one = run_one
 content = {"suite": "tiny_star", "n": 4, "entries": {"munba": {"recipe": "tiny_star_munba"}}}
-judge = study.registry.load("judge", "tiny")().fingerprint
+judge = runs.suites.load("tiny_star").build_judge().fingerprint
 entry, results = content["entries"]["munba"], result_tables.Results("quick")
 study.run_entry(content, "munba", entry, folder, results, [0, 1, 2])
 """

@@ -19,7 +19,7 @@ from concept_eraser.recipes import recipe
 from concept_eraser.storage.base_model import CONTROLS
 from studies import grids, guidance, leaderboard_entries, render_results, result_tables, runs
 from studies.rendering import excess_recovery
-from studies.rendering.common import LIMITS
+from studies.rendering.common import LIMITS, provenance
 from studies.result_tables import Results, table
 from tests.conftest import ROOT
 
@@ -276,6 +276,19 @@ def test_other_results_say_where_they_come_from(study: str) -> None:
         # an attack's settings are its protocol
         settings = content.get("settings") or content["protocol"]
         assert {"seeds", "seed"} & ({*content} | {*settings}), key
+
+
+def test_the_provenance_of_a_page_names_every_version() -> None:
+    def run(transformers: str, threads: int) -> dict[str, Any]:
+        versions = {"torch": "2", "diffusers": "0", "transformers": transformers}
+        machine = {"commit": "abc", "versions": versions, "device": "cpu", "threads": threads}
+        return {"evaluation": {"environment": machine, "protocol_hash": "f"}}
+
+    runs_by_name = {"one": [run("5.23", 2)], "two": [run("5.24", 1), run("5.23", 1)]}
+    assert provenance(runs_by_name) == (
+        "Commits abc; torch 2, diffusers 0, transformers 5.23 and 5.24; cpu, 1 and 2 thread(s) a "
+        "run; protocols f."
+    )
 
 
 def test_selection_seeds_are_not_reported() -> None:
