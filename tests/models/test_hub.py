@@ -149,6 +149,21 @@ def test_the_answer_of_the_hub_is_reported(world) -> None:
     assert f"Bearer {TOKEN}" in server.tokens
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("GatedRepo", "its owner asks for agreement first; accept the terms on its page"),
+        ("RevisionNotFound", "someone/tiny has no revision 'new'"),
+    ],
+)
+def test_the_reason_of_the_hub_is_reported(code: str, message: str, world) -> None:
+    server = Hub()
+    world(server.url)
+    server.refuse["/api/models/"], server.error_code = 404, code
+    with pytest.raises(UserError, match=f"cannot load someone/tiny@new: {message}"):
+        load("someone/tiny@new", token=TOKEN)
+
+
 @pytest.mark.parametrize("name", ["owner/name", "owner/name@main", "o.w/n-a_me@refs/pr/1"])
 def test_ids(name: str) -> None:
     assert hub.is_id(name)
