@@ -202,7 +202,8 @@ def test_a_strength_leaves_its_share_of_the_steps(
 ) -> None:
     trajectory = Trajectory(make_scene())
     assert trajectory.start_of(strength) == start
-    with pytest.raises(UserError, match=r"strength 0\.24 of 4 steps leaves no step.*at least 0\.25"):
+    message = r"strength 0\.24 of 4 steps leaves no step.*at least 0\.25"
+    with pytest.raises(UserError, match=message):
         trajectory.start_of(0.24)
 
 

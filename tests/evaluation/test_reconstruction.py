@@ -54,5 +54,5 @@ def test_few_images_are_all_measured_in_their_order() -> None:
 
 
 def test_no_images_are_an_error() -> None:
-    with pytest.raises(UserError, match="no examples of .* to measure on"):
+    with pytest.raises(UserError, match=r"no examples of .* to measure on"):
         reconstruction.psnr(Offset(), sorted_data(), torch.arange(0))
