@@ -150,6 +150,7 @@ def test_a_word_without_its_other_half_is_refused(
             "--base belongs to --model FILE.safetensors",
         ),
         (["copy", "tiny_star_munba", "a.json"], "end its name in .yaml"),
+        (["attack", "tiny-sd", "--each-family"], "each_family goes with a cascade"),
     ],
 )
 def test_words_that_do_not_go_together_are_refused(
