@@ -422,7 +422,10 @@ def test_the_card_of_weights_alone_says_so(tmp_path: Path) -> None:
     text = concept_eraser.card(run, repository="me/mine")
     assert "it was a `torch.nn.modules.linear.Linear`" in text
     assert 'load_file(hf_hub_download("me/mine", "model.safetensors"))' in text
-    assert "concept_eraser.measure" not in text
+    # a classifier has no concept rate
+    assert "**Not measured.** The results on the forgotten and on the retained data are" in text
+    assert "* Not measured: the results on the forgotten and on the retained data." in text
+    assert "concept rate" not in text
 
 
 def test_what_is_not_pushed(run: Path, tmp_path: Path) -> None:
