@@ -14,6 +14,9 @@ from concept_eraser.utils.collector import collect_less_often
 from tests import processes, small_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may depend on a download
+# or on the weights, the tables and the account of this user
+for _name in ("CONCEPT_ERASER_WEIGHTS", "CONCEPT_ERASER_DATA", "CONCEPT_ERASER_DEMO_AUTH"):
+    os.environ.pop(_name, None)
 # the workers share the cores: with more threads each they would wait for each other
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -15,8 +15,8 @@ TOKEN = "hf_" + "t" * 34
 
 class Hub:
     """Records the requests (method and path), the tokens, and the files of the commits. `refuse`
-    maps a part of a path to the status of the response. With `public` the repository exists and is
-    public.
+    maps a part of a path to the status of the response, and `error_code` is what a response of 404
+    names as its reason. With `public` the repository exists and is public.
     """
 
     def __init__(self) -> None:
@@ -25,6 +25,7 @@ class Hub:
         self.files: dict[str, bytes] = {}
         self.new_repositories: list[dict[str, Any]] = []
         self.refuse: dict[str, int] = {}
+        self.error_code = "RepoNotFound"
         self.public = False
         hub = self
 
@@ -63,7 +64,7 @@ class Hub:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 if status == 404:
-                    self.send_header("X-Error-Code", "RepoNotFound")
+                    self.send_header("X-Error-Code", hub.error_code)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)

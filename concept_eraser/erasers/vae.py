@@ -190,7 +190,7 @@ def code_shape(module: nn.Module, data: Labelled, likelihood: Likelihood) -> tup
     ):
         raise UserError(
             f"the VAE returns wrong shapes: for an input {list(example.shape)} a mean "
-            f"{list(mean.shape)}, a log variance {list(log_variance.shape)} and a "
+            f"{list(mean.shape)}, a log variance {list(log_variance.shape)} and an "
             f"image {list(back.shape)}"
         )
     if likelihood == "bernoulli" and not 0 <= float(back.min()) <= float(back.max()) <= 1:

@@ -483,7 +483,9 @@ def _limits(findings: Measurements) -> Iterator[str]:
             f"than those evaluated: {', '.join(map(_cell, findings.unlike))}."
         )
     concepts = ", ".join(map(_cell, findings.missing(findings.evaluations)))
-    if not findings.evaluations and not findings.several:
+    if not findings.evaluations and not has_prompts:
+        yield "Not measured: the results on the forgotten and on the retained data."
+    elif not findings.evaluations and not findings.several:
         yield "Not measured: the concept rate and the retain accuracy."
     elif concepts:
         yield f"Not measured: the concept rate and the retain accuracy of {concepts}."

@@ -196,6 +196,17 @@ def test_a_completion_is_that_of_diffusers(
     assert distance(offer.images, Trajectory(scene).images(latents)) <= 1
 
 
+@pytest.mark.parametrize(("strength", "start"), [(1.0, 0), (0.5, 2), (0.25, 3)])
+def test_a_strength_leaves_its_share_of_the_steps(
+    strength: float, start: int, make_scene: MakeScene
+) -> None:
+    trajectory = Trajectory(make_scene())
+    assert trajectory.start_of(strength) == start
+    message = r"strength 0\.24 of 4 steps leaves no step.*at least 0\.25"
+    with pytest.raises(UserError, match=message):
+        trajectory.start_of(0.24)
+
+
 def test_an_inpainting_is_that_of_diffusers(
     shared_tiny: Any, make_scene: MakeScene, stars: tuple[Tensor, Tensor]
 ) -> None:

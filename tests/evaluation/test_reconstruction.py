@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from concept_eraser.data.labelled import Labelled
 from concept_eraser.evaluation.labelled import reconstruction
+from concept_eraser.utils.errors import UserError
 
 
 class Offset(nn.Module):
@@ -49,3 +51,8 @@ def test_few_images_are_all_measured_in_their_order() -> None:
     rows = torch.tensor([1100, 3, 500])
     values = reconstruction.psnr(Offset(), sorted_data(), rows)
     assert values[0] < 21 < values[1:].min()
+
+
+def test_no_images_are_an_error() -> None:
+    with pytest.raises(UserError, match=r"no examples of .* to measure on"):
+        reconstruction.psnr(Offset(), sorted_data(), torch.arange(0))

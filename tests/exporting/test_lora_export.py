@@ -331,6 +331,19 @@ def test_an_entry_that_is_no_matrix_is_an_error(
         lora_files.read(shared_tiny, {**tensors, name: matrix}, header_of(lora), lora.name)
 
 
+def test_half_a_pair_and_other_tensors_are_no_lora(lora: Path, shared_tiny: Any) -> None:
+    tensors = load_file(lora)
+    down = next(name for name in tensors if name.endswith("lora_A.weight"))
+    up = down.replace("lora_A", "lora_B")
+    without = {name: value for name, value in tensors.items() if name != up}
+    with pytest.raises(UserError, match=r"is incomplete: it has .*lora_A\.weight but no .*lora_B"):
+        lora_files.read(shared_tiny, without, header_of(lora), lora.name)
+    with pytest.raises(UserError, match=r"is no plain LoRA: the tensor '.*' is unknown"):
+        lora_files.read(
+            shared_tiny, {**tensors, "a.diff": torch.ones(1)}, header_of(lora), lora.name
+        )
+
+
 def test_matrices_of_another_size_are_an_error(lora: Path, shared_tiny: Any) -> None:
     tensors = load_file(lora)
     name = next(name for name in tensors if name.endswith("lora_B.weight"))

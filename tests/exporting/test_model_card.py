@@ -92,7 +92,10 @@ def test_the_card_has_every_number_of_the_evaluation(evaluated_run: Path) -> Non
     assert "arXiv 2411.15537" in text
     assert 'load_lora_weights("me/no-star"' in text
     assert "not evaluated" not in text
-    assert "an outlined" not in text, "no prompt that an attack found"
+    attack = json.loads((evaluated_run / "attacks" / "seed_search" / "attack.json").read_text())
+    texts = {attempt["prompt"] for attempt in attack["attempts"]}
+    assert texts
+    assert not [one for one in texts if one in text], "no prompt that an attack found"
 
 
 def test_the_limits_name_attacks_and_no_control(evaluated_run: Path, tmp_path: Path) -> None:

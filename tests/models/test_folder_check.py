@@ -241,7 +241,11 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "template in a tokenizer": (words(chat_template="{{ 1 }}"), "is a program in Jinja"),
     "adapter of another model": (
         edit_json("text_encoder/adapter_config.json", base_model_name_or_path="a/b"),
-        "an adapter",
+        "adapter_config.json belongs to an adapter",
+    ),
+    "weights of an adapter": (
+        file("text_encoder/adapter_model.safetensors"),
+        "adapter_model.safetensors belongs to an adapter",
     ),
     # weights
     "shard that climbs": (shards("../../x.safetensors"), "the name of a file beside it"),

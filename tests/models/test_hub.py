@@ -149,6 +149,21 @@ def test_the_answer_of_the_hub_is_reported(world) -> None:
     assert f"Bearer {TOKEN}" in server.tokens
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("GatedRepo", "its owner asks for agreement first; accept the terms on its page"),
+        ("RevisionNotFound", "someone/tiny has no revision 'new'"),
+    ],
+)
+def test_the_reason_of_the_hub_is_reported(code: str, message: str, world) -> None:
+    server = Hub()
+    world(server.url)
+    server.refuse["/api/models/"], server.error_code = 404, code
+    with pytest.raises(UserError, match=f"cannot load someone/tiny@new: {message}"):
+        load("someone/tiny@new", token=TOKEN)
+
+
 @pytest.mark.parametrize("name", ["owner/name", "owner/name@main", "o.w/n-a_me@refs/pr/1"])
 def test_ids(name: str) -> None:
     assert hub.is_id(name)
@@ -407,7 +422,10 @@ def test_the_card_of_weights_alone_says_so(tmp_path: Path) -> None:
     text = concept_eraser.card(run, repository="me/mine")
     assert "it was a `torch.nn.modules.linear.Linear`" in text
     assert 'load_file(hf_hub_download("me/mine", "model.safetensors"))' in text
-    assert "concept_eraser.measure" not in text
+    # a classifier has no concept rate
+    assert "**Not measured.** The results on the forgotten and on the retained data are" in text
+    assert "* Not measured: the results on the forgotten and on the retained data." in text
+    assert "concept rate" not in text
 
 
 def test_what_is_not_pushed(run: Path, tmp_path: Path) -> None:

@@ -113,6 +113,24 @@ def test_the_time_steps_of_a_histogram_ascend(bounds: list[int]) -> None:
         recipe.load(short(**HISTOGRAM, histogram=histogram))
 
 
+@pytest.mark.parametrize("concept", [{}, {"shape": "star", "color": "red"}])
+def test_a_histogram_is_of_one_concept(concept: dict[str, str]) -> None:
+    with pytest.raises(
+        UserError, match=r"histogram\.concept: expected one attribute and its value"
+    ):
+        recipe.load(short(**HISTOGRAM, histogram={"concept": concept}))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [LABELLED, {"target": "text_encoder", "trainable": {"select": "all"}, "method": "uno-hat"}],
+)
+def test_a_histogram_needs_a_target_that_generates(target: dict) -> None:
+    content = copy.deepcopy(target) | {"histogram": {"concept": {"shape": "star"}}}
+    with pytest.raises(UserError, match="generates no samples for a judge; use denoiser or vae"):
+        recipe.load(short(**content))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

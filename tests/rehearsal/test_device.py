@@ -183,12 +183,14 @@ def test_weights_are_replaced_copied_and_written(device: torch.device) -> None:
     assert type(network.cpu()[0].weight) is nn.Parameter
 
 
-def test_the_package_finds_it_inside_only(device: torch.device) -> None:
+def test_the_package_finds_it_inside_only(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert devices.find_gpu() == torch.device("rehearsal")
     assert devices.gpu_module().get_device_name() == "rehearsal"
-    rehearsal_device._state["is_on"] = False
-    assert devices.find_gpu() is None or torch.cuda.is_available()
-    rehearsal_device._state["is_on"] = True
+    with monkeypatch.context() as patch:  # the fixture turns it off after that
+        patch.setitem(rehearsal_device._state, "is_on", False)
+        assert devices.find_gpu() is None or torch.cuda.is_available()
 
 
 def test_a_tensor_that_was_left_behind_stops_the_training(

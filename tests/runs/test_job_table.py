@@ -245,6 +245,35 @@ def test_the_summary_has_a_row_for_each_evaluation(tmp_path: Path) -> None:
     assert rows[0]["retain accuracy before"] == "0.9000"
 
 
+def test_one_part_and_all_parts_are_not_erased_together(tmp_path: Path) -> None:
+    words = ["batch", str(table(tmp_path, "concept\nstar\n")), "-o", str(tmp_path / "batch")]
+    result = CliRunner().invoke(app, [*words, "--worker", "0/2", "--workers", "2"])
+    assert "--worker for one part of the table, or --workers for all" in str(result.exception)
+    assert not (tmp_path / "batch").exists()
+
+
+def test_a_summary_alone_erases_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_table, "_run_one", lambda *_: pytest.fail("it erases"))
+    path, output = table(tmp_path, "concept\nstar\nmoon\n"), tmp_path / "batch"
+    moon = job_table.read(path)[1]
+    arguments = ["batch", str(path), "-o", str(output), "--summary"]
+    for expected in ("not finished", "finished"):
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert result.exit_code == 0
+        rows = list(csv.DictReader((output / job_table.SUMMARY).open()))
+        assert [(row["name"], row["state"]) for row in rows] == [
+            ("star", "not finished"),
+            ("moon", expected),
+        ]
+        assert not (output / "star").exists()
+        for file, content in (
+            (output / job_table.STATUS / "moon.json", {"words": moon.words, "code": 0}),
+            (output / "moon" / "done.json", {}),
+        ):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(content))
+
+
 def test_the_summary_has_a_row_for_labelled_data(tmp_path: Path) -> None:
     """Results of labelled data are a mapping, and have no concept rate."""
     (tmp_path / "digits").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections import namedtuple
@@ -31,6 +32,13 @@ from tests.conftest import short
 
 TINY = resources.tiny_weights() / "tiny-sd"
 KINDS = ("lora", "changed", "pipeline")
+LABELLED = {
+    "model": "classifier",
+    "target": "classifier",
+    "forget": {"data": "digits", "classes": [3], "loss": "relabel"},
+    "retain": {"data": "rest"},
+    "trainable": {"select": "all"},
+}
 
 
 def lora_recipe(**changes: Any) -> dict[str, Any]:
@@ -367,12 +375,14 @@ def test_a_second_run_in_memory_has_the_first_as_its_original(tmp_path: Path) ->
     [
         ({"save": "lora"}, "needs a LoRA"),
         ({"save": "all"}, "lora.*changed.*pipeline"),
-        ({"save": "lora", "trainable": {"lora": 2}, "finish": "uce"}, "finish"),
+        ({"save": "lora", "trainable": {"lora": 2}, "finish": "uce"}, "no LoRA to write"),
+        ({**LABELLED, "save": "lora"}, "leaves out the pipeline.*found target 'classifier'"),
+        ({**LABELLED, "save": "changed"}, "leaves out the pipeline.*found target 'classifier'"),
     ],
 )
 def test_a_recipe_saves_what_it_makes(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        recipes.load(short(**changes))
+        recipes.load(short(**copy.deepcopy(changes)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -380,7 +380,7 @@ def test_five_concepts_end_to_end(tiny_fp32: Path, tmp_path: Path) -> None:
     assert resources.find("eval", "tiny_five_moon").exists()
 
 
-def test_text_encoders_take_several_concepts_too(tmp_path: Path) -> None:
+def test_text_encoders_take_several_concepts_too(shared_small: Any, tmp_path: Path) -> None:
     for mode in ("together", "rotate"):
         content = many(
             "star",
@@ -391,7 +391,14 @@ def test_text_encoders_take_several_concepts_too(tmp_path: Path) -> None:
             training__steps=2,
         )
         run = concept_eraser.erase(content, output=tmp_path / mode)
-        assert (run.folder / "done.json").is_file()
+        rows = logs.read(run.folder / "log.jsonl")
+        forgotten = {"forget", "forget.2"} if mode == "together" else {"forget"}
+        assert [set(row["losses"]) for row in rows] == [{"retain", *forgotten}] * 2
+        before = shared_small.parts["text_encoder"].state_dict()
+        tensors = weights(run.folder)
+        assert tensors
+        assert all(torch.isfinite(value).all() for value in tensors.values())
+        assert any(not torch.equal(value, before[name]) for name, value in tensors.items())
 
 
 def test_what_is_retained_is_apart_from_every_concept(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from concept_eraser.evaluation.features.base import Memory
 from concept_eraser.storage import cache, output_folder
 from concept_eraser.training import checkpoint
+from concept_eraser.utils.errors import UserError
 
 
 def flip_bit(path: Path, place: int) -> None:
@@ -126,7 +127,7 @@ def test_a_state_whose_tensor_was_changed_is_refused(tmp_path: Path) -> None:
     content = torch.load(path, weights_only=True)
     content["params"]["w"][0] = 9
     torch.save(content, path)
-    with pytest.raises(Exception, match=r"not what was written.*--overwrite"):
+    with pytest.raises(UserError, match=r"not what was written.*--overwrite"):
         checkpoint.load(path)
 
 

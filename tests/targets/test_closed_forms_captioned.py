@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import concept_eraser
@@ -108,6 +109,7 @@ def test_a_run(method: str, model: Any, tmp_path: Path) -> None:
     if model.family == "sana" and method != "uce":
         pytest.skip("the methods read the same states")
     model = copy.deepcopy(model)  # an edit changes the model in memory
+    before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
     run = concept_eraser.erase(
         model=model,
         forget={"prompts": [STAR], "anchor": MOON},
@@ -116,4 +118,8 @@ def test_a_run(method: str, model: Any, tmp_path: Path) -> None:
         trainable="cross_attention_kv",
         output=tmp_path / method,
     )
-    assert run.folder.is_dir()
+    tensors = load_file(run.folder / "weights.safetensors")
+    assert set(tensors) == set(cross_attention_edit.layers(model, cross_attention_edit.SELECTION))
+    for name, value in tensors.items():
+        assert torch.isfinite(value).all(), name
+        assert float((value - before[name]).abs().max()) > 1e-4, name

@@ -115,10 +115,10 @@ def test_a_merged_lora_can_be_undone(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     before = {name: value.clone() for name, value in model.denoiser.state_dict().items()}
 
     def fail(*_: Any) -> None:
-        raise UserError("no")
+        raise UserError("the edit failed")
 
     monkeypatch.setattr("concept_eraser.targets.cross_attention_edit.edit", fail)
-    with pytest.raises(UserError, match="no"):
+    with pytest.raises(UserError, match="the edit failed"):
         concept_eraser.erase(
             finish_recipe(finish="uce", trainable={"select": "all", "lora": 2}),
             model=model,

@@ -85,6 +85,15 @@ def test_tensors_with_gradients_and_damaged_files(tmp_path: Path) -> None:
         open_data(str(tmp_path / "a.npz"))
 
 
+def test_labels_without_a_name_and_archives_without_the_arrays(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a label is 2, but there are 2 classes, numbered from 0"):
+        from_arrays(np.ones((3, 2)), [0, 1, 2], ["a", "b"])
+    for arrays, names in (({"a": np.ones(3)}, "a.npy"), ({}, "none")):
+        np.savez(tmp_path / "a.npz", **arrays)
+        with pytest.raises(UserError, match=f"expected arrays named x and y, found {names}"):
+            open_data(str(tmp_path / "a.npz"))
+
+
 def test_a_random_other_label_is_another_even_if_only_one_class_is_given(digits: Labelled) -> None:
     rows = (digits.labels == 0).nonzero()[:, 0]
     zeros = from_arrays(digits.inputs(rows.tolist()), torch.zeros(len(rows)))

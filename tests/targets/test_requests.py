@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_a_refused_overwrite_leaves_the_finished_run(tmp_path: Path) -> None:
         output=folder,
     )
     before = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    with pytest.raises(UserError, match="11"):
+    with pytest.raises(UserError, match="has classes 0 to 9, found 11"):
         api.erase(
             model=fresh(),
             target="classifier",
@@ -164,9 +165,14 @@ def test_batch_norm_without_running_statistics_can_be_trained(tmp_path: Path) ->
         nn.BatchNorm1d(16, track_running_stats=False),
         nn.Linear(16, 10),
     )
+    before = {name: value.clone() for name, value in net.named_parameters()}
     api.erase(
         model=net, target="classifier", forget=THREE, retain="rest", training=SHORT, output=tmp_path
     )
+    for name, value in net.named_parameters():
+        assert torch.isfinite(value).all(), name
+        # the normalisation takes out the bias before it
+        assert name == "1.bias" or not torch.equal(value, before[name]), name
 
 
 class Plain(nn.Module):
@@ -221,6 +227,26 @@ def test_vaes_whose_values_do_not_fit(tmp_path: Path) -> None:
         net.outer.weight.fill_(float("nan"))
     # a step that is skipped, no traceback
     assert torch.isnan(fine.loss("retain", fine.draw("retain", [0])))
+
+
+@pytest.mark.parametrize(
+    ("log_variance", "image"),
+    [((2, 3), (2, 64)), ((2, 2), (2, 63)), ((2, 2), (4, 32))],
+)
+def test_a_vae_of_wrong_shapes_is_named_with_them(
+    log_variance: tuple[int, int], image: tuple[int, int]
+) -> None:
+    class Wrong(nn.Linear):
+        def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.zeros(len(x), 2), torch.zeros(log_variance)
+
+        def decode(self, z: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(image)
+
+    data = from_arrays(torch.rand(5, 64), [0] * 5)
+    shapes = f"a mean [2, 2], a log variance {list(log_variance)} and an image {list(image)}"
+    with pytest.raises(UserError, match=re.escape(f"for an input [2, 64] {shapes}")):
+        vae.code_shape(Wrong(1, 1), data, "gaussian")
 
 
 class GivenCode(nn.Module):

@@ -297,12 +297,18 @@ def test_messages_stay_short_whatever_was_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("forget: tiny_star\nmemory: [8gb]\n", "memory"),
-        ("forget: tiny_star\nmethod: {name: munba, every: 2020-01-01}\n", "every"),
+        ("forget: tiny_star\nmemory: [8gb]\n", "memory: expected the name of a preset"),
+        (
+            "forget: tiny_star\nmethod: {name: munba, every: 2020-01-01}\n",
+            "method: every: expected int",
+        ),
         ("forget: {prompts: !!set {a, b}}\n", "marked !!set"),
         ("model: !!binary aGVsbG8=\n", "marked !!binary"),
-        ("forget: {prompts: [2020-01-01]}\n", "2020"),
-        ("1: 2\nforget: tiny_star\n", "1"),
+        (
+            "forget: {prompts: [2020-01-01]}\n",
+            r"forget\.prompts\.0: input should be a valid string",
+        ),
+        ("1: 2\nforget: tiny_star\n", "1: keys should be strings, found 1"),
         ("forget: {? [a] : b}\n", "no valid YAML"),
         (
             "a: &a [x, x, x, x, x, x, x, x]\n"
@@ -312,7 +318,7 @@ def test_messages_stay_short_whatever_was_given(tmp_path: Path) -> None:
             ),
             "more than",
         ),
-        ("forget: tiny_star\nmodel_options: {size: .inf}\n", "size"),
+        ("forget: tiny_star\nmodel_options: {size: .inf}\n", "should be a finite number"),
         ("forget: {prompts: tiny_star, anchor: '{a.b}'}\n", "in braces"),
         ("forget: " + "[" * 200, "nested deeper"),
     ],
