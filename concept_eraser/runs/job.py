@@ -74,7 +74,8 @@ def check_folder(
     may be of another object.
 
     Raises UserError if the folder was not made by this package, holds another run or a run with
-    other prompts, or holds this run unfinished without `resume`.
+    other prompts, or holds this run unfinished without `resume`, or an unfinished run with both
+    `resume` and `overwrite`.
     """
     ours = output_folder.require_claimable(folder, KIND, alone=True)
     for name in (
@@ -82,6 +83,12 @@ def check_folder(
         lora_files.FOLDER,
     ):  # written as a whole at the end, so a user's file there is an error now
         require_free_folder(folder / name)
+    has_state = checkpoint.exists(folder / "state.ckpt")
+    if ours and has_state and resume and overwrite:
+        raise UserError(
+            f"{folder} holds an unfinished run; --resume continues it, and --overwrite removes it; "
+            "pass one of the two"
+        )
     path = folder / "recipe.yaml"
     if not ours or overwrite or not path.exists():
         return False
@@ -99,7 +106,6 @@ def check_folder(
             f"{differences or 'nothing visible'}); "
             "give a new folder with --output, or pass --overwrite"
         )
-    has_state = checkpoint.exists(folder / "state.ckpt")
     if (folder / "done.json").exists() or (resume and has_state):
         _require_same_inputs(folder, recipe)
     if (folder / "done.json").exists():

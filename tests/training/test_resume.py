@@ -80,6 +80,9 @@ def test_ctrl_c_saves_and_prints_how_to_continue(tmp_path: Path) -> None:
     second = start(recipe, folder)
     assert second.wait(60) == 2
     assert "continue with --resume" in second.stderr
+    with pytest.raises(UserError, match="pass one of the two"):
+        concept_eraser.erase(recipe, output=folder, resume=True, overwrite=True)
+    assert torch.load(folder / "state.ckpt", weights_only=True)["step"] == last_step
     command = next(line for line in (folder / "recipe.yaml").read_text().splitlines())
     assert command.startswith("# concept-eraser erase")
     again = start(folder / "recipe.yaml", folder, "--resume")
