@@ -136,9 +136,8 @@ def pack(study: str) -> None:
         for key in sorted(rows)
         if rows[key] is not None
     ]
-    writers.write_bytes(
-        table_path(study), lzma.compress("".join(lines).encode(), preset=9), overwrite=True
-    )
+    content = lzma.compress("".join(lines).encode(), preset=9 | lzma.PRESET_EXTREME)
+    writers.write_bytes(table_path(study), content, overwrite=True)
     for key, text in new.items():
         path = new_path(study, key)
         if path.read_text() == text:
