@@ -131,6 +131,16 @@ def tiny_fp32(shared_tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+# changes of `short`: a classifier on labelled data
+LABELLED = {
+    "model": "classifier",
+    "target": "classifier",
+    "forget": {"data": "digits", "classes": [3], "loss": "relabel"},
+    "retain": {"data": "rest"},
+    "trainable": {"select": "all"},
+}
+
+
 def short(**changes: Any) -> dict[str, Any]:
     """A recipe that trains for a second: a small model, few images, few steps, few weights.
 

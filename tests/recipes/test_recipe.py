@@ -14,7 +14,7 @@ from concept_eraser.losses import denoiser, labelled, text_encoder
 from concept_eraser.recipes import objective_fields, overrides, recipe
 from concept_eraser.utils import resources
 from concept_eraser.utils.errors import UserError
-from tests.conftest import short
+from tests.conftest import LABELLED, short
 
 
 def test_a_new_setting_leaves_the_fingerprints_of_older_recipes_as_they_were() -> None:
@@ -95,13 +95,6 @@ def test_each_mistake_is_an_error_with_a_next_step(changes: dict, message: str) 
 
 
 HISTOGRAM = {"method": "uno-hat", "forget__loss": "data", "retain__loss": "data"}
-LABELLED = {
-    "model": "classifier",
-    "target": "classifier",
-    "forget": {"data": "digits", "classes": [3], "loss": "relabel"},
-    "retain": {"data": "rest"},
-    "trainable": {"select": "all"},
-}
 ATTACKED = {"method": "adversarial", "attack": {"n": 4}}
 WITH_ITSELF = "compares the model with itself under teacher: current"
 

@@ -28,17 +28,10 @@ from concept_eraser.storage import manifest, writers
 from concept_eraser.storage.digests import file_digest
 from concept_eraser.storage.readers import read_tensor_types
 from concept_eraser.utils import resources
-from tests.conftest import short
+from tests.conftest import LABELLED, short
 
 TINY = resources.tiny_weights() / "tiny-sd"
 KINDS = ("lora", "changed", "pipeline")
-LABELLED = {
-    "model": "classifier",
-    "target": "classifier",
-    "forget": {"data": "digits", "classes": [3], "loss": "relabel"},
-    "retain": {"data": "rest"},
-    "trainable": {"select": "all"},
-}
 
 
 def lora_recipe(**changes: Any) -> dict[str, Any]:
