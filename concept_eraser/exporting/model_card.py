@@ -148,6 +148,7 @@ def card(
         "unmeasured": ", ".join(map(_cell, findings.missing(findings.evaluations))),
         "several": findings.several,
         "has_prompts": recipe.target in recipes.PROMPTED,
+        "unknown": _unknown_results(recipe, several=bool(findings.several)),
         "attacks": list(_attack_rows(findings.attacks, findings.several)),
         "excess": list(_excess_rows(findings.attacks)),
         "unattacked": ", ".join(map(_cell, findings.missing(findings.attacks_proper)))
@@ -270,6 +271,13 @@ def _code(value: Any) -> str:
 
 def _list_options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}: {value}" for key, value in options.items()) or "none"
+
+
+def _unknown_results(recipe: Recipe, *, several: bool) -> str:
+    """Return what an evaluation would measure."""
+    if recipe.target not in recipes.PROMPTED:
+        return "results on the forgotten and on the retained data"
+    return f"concept {'rates' if several else 'rate'} and the retain accuracy"
 
 
 def _commands(folder: Path, allow_pickle: bool) -> dict[str, str]:
